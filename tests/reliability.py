@@ -49,7 +49,7 @@ PROMISES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "a wrong value of any argument of any public function is an error that names it",
         (
             ("core", "core/test_bad_input.py"),
-            ("torch", "torch_only/test_wrong_values.py torch_only/test_bad_input.py"),
+            ("torch", "torch_only/test_bad_input.py"),
             ("jax", "jax_only/test_bad_input.py"),
         ),
     ),

@@ -1,36 +1,127 @@
-"""Split backward in plain torch, which sums dK/dV in tiles and in a memory order of its own."""
+"""FlashAttention-4's split backward with compiled functions in plain torch, on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
 
-import torch
+from plain_flash import FLASH, differentiated
 from torch import Tensor
 
 from ring_core import Plan, Request, WorkItem
-from ring_torch.accumulate import Columns, ColumnSums, Rows, item_grads, one_by_one
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels import fa4
-from ring_torch.kernels.api import OwnSpans, SplitBackward
-from ring_torch.kernels.eager import EagerKernel
-from ring_torch.records import Backward, BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
+from ring_torch.kernels.api import OwnSpans
+from ring_torch.kernels.fa4 import library
+from ring_torch.kernels.flash import FlashKernel
+from ring_torch.kernels.library import Documents, LaunchOptions
+from ring_torch.records import Backward, KernelParams
 
-KEYS = 4  # keys of a tile
+KEYS = 4  # keys of a tile, whose sums lie in reverse order
+TILE = 8  # queries that lengths are rounded up to
+LOG2_E = 1.4426950408889634
+Window = tuple[int | None, int | None]
 
 
-@dataclass(frozen=True)
-class Tiled(SplitBackward):
-    """A split backward that stores each tile's elements in reverse order.
+def options_of(
+    scale: float, window: Window, *offsets: Tensor | None, sinks: Tensor | None = None
+) -> LaunchOptions:
+    """Return options of plain attention by what the library passes."""
+    documents = None
+    if offsets and offsets[0] is not None and offsets[1] is not None:
+        longest = int(offsets[0].diff().max()), int(offsets[1].diff().max())
+        documents = Documents(offsets[0], offsets[1], *longest)
+    return LaunchOptions(scale, None, window, documents, False, sinks=sinks)
+
+
+def in_rows(sums: Tensor, dim: int, length: int) -> Tensor:
+    """Return sums ``[..., H, tokens * D]`` as ``[..., length, H, D]``."""
+    tokens: Tensor = sums.unflatten(-1, (-1, dim))[..., :length, :]
+    return tokens.transpose(-2, -3)
+
+
+def reversed_in_tiles(x: Tensor, keys: int) -> Tensor:
+    """Return ``[..., n, H, D]`` with the tokens of each tile of keys in reverse order."""
+    tokens: Tensor = x.unflatten(-3, (-1, keys)).flip(-3).flatten(-4, -3)
+    return tokens
+
+
+def prepare(
+    out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
+    *absent: object,
+) -> None:  # fmt: skip
+    """Write delta and ``lse`` to base 2, padded to whole tiles, and clear the sums of dQ."""
+    _, *none, ones, _, _ = absent
+    assert none == [None] * 4 and ones == 1.0
+    length = lse.shape[-1]
+    delta[..., :length] = (out * dout).sum(-1).mT
+    lse_log2[..., :length] = lse * LOG2_E
+    dq_sums.zero_()
+
+
+def main(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse_log2: Tensor, delta: Tensor, dq_sums: Tensor,
+    dk: Tensor, dv: Tensor, scale: float, *rest: Any, causal: bool, keys: int = 1,
+) -> None:  # fmt: skip
+    """Add to the sums of dQ, dK and dV, or write dK and dV where they are gradients."""
+    *offsets, _, _, left, right = rest[:6]
+    assert not any(order is not None and order.any() for order in rest[6:9]), "semaphores"
+    assert all(x.data_ptr() % 16 == 0 for x in (q, k, v, dout)), "misaligned address"
+    length, columns = q.shape[-3], k.shape[-3]
+    options = options_of(scale, (None, 0) if causal else (left, right), *offsets)
+    of_rows = lse_log2[..., :length] / LOG2_E, delta[..., :length]
+    dq, k_grad, v_grad = differentiated(q, k, v, dout, *of_rows, options)
+    # Sums are multiplied by the scale when they are rounded; gradients in their place are not.
+    in_rows(dq_sums, q.shape[-1], length).add_(dq / scale)
+    if dk.shape == k.shape:
+        dk.copy_(k_grad)
+        dv.copy_(v_grad)
+    else:
+        in_rows(dk, k.shape[-1], columns).add_(reversed_in_tiles(k_grad, keys) / scale)
+        in_rows(dv, v.shape[-1], columns).add_(reversed_in_tiles(v_grad, keys))
+
+
+def rounded(
+    sums: Tensor, grad: Tensor, scale: float, _: Tensor | None, *none: None, keys: int = 1
+) -> None:
+    """Write sums, times the scale, into a gradient."""
+    assert none == (None,) * 3
+    tokens = in_rows(sums, grad.shape[-1], grad.shape[-3])
+    grad.copy_(reversed_in_tiles(tokens, keys) * scale)
+
+
+def functions(_: Any, dim: int, __: int, is_causal: bool, *___: Any) -> library.SplitFunctions:
+    """Return functions that a split backward compiles."""
+    of_items = partial(main, causal=is_causal, keys=KEYS)
+    return library.SplitFunctions(
+        prepare, of_items, (), rounded, partial(rounded, keys=KEYS), TILE, dim
+    )
+
+
+def with_functions(run: Callable[..., Any], used: list[bool]) -> Callable[..., Any]:
+    """Return what runs with these functions, and notes that it does."""
+
+    def noted(*args: Any) -> Any:
+        used.append(True)
+        with patch.object(library, "split_functions", functions):
+            return run(*args)
+
+    return noted
+
+
+class Tiled(fa4.HopperSplitBackward):
+    """A split backward of small tiles.
 
     Attributes:
         used: Answers of ``applies``, and True for each run.
     """
 
-    used: list[bool]
     tile = KEYS
+
+    def __init__(self, used: list[bool]) -> None:
+        self.used = used
 
     def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
         """Return True if all items and fetches consist of whole tiles."""
@@ -40,87 +131,18 @@ class Tiled(SplitBackward):
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams) -> Backward:
         """Return the launch of items."""
-
-        def run(
-            rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: Rows,
-            column_sums: ColumnSums,
-        ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-            assert isinstance(column_sums, Columns)
-            self.used.append(True)
-            columns = held[0]
-            batch, length, heads, dim = columns.k.shape
-            totals = column_sums.flat.view(2, batch, heads, length, dim)
-            for item in reversed(items):
-                memory = row_sums.memory(item.q_slice)
-                assert memory is not None
-                operands = rows.take(item.q_slice), columns.take(item.k_slice)
-                grads = _item_grads(
-                    item, params, *operands, upstream.take(item.q_slice), memory, None
-                )
-                memory.copy_(grads.dq)
-                for total, x in zip(totals, (grads.dk, grads.dv), strict=True):
-                    total[:, :, item.k_slice] += _reversed(x.transpose(1, 2))
-            held.clear()
-            # As libraries have it: the items' rows as a batch, padded at the end.
-            sizes = {item.q_stop - item.q_start for item in items}
-            in_turn = all(a.q_stop == b.q_start for a, b in pairwise(items))
-            if len(sizes) != 1 or not in_turn or (batch > 1 and len(items) > 1):
-                return None
-            own = upstream.take(slice(items[0].q_start, items[-1].q_stop))
-            lse, delta = own.lse, (own.dout * own.out).sum(dim=-1).transpose(1, 2)
-            if batch == 1:
-                lse, delta = (
-                    x[0].unflatten(1, (len(items), -1)).transpose(0, 1) for x in (lse, delta)
-                )
-            return lse, torch.nn.functional.pad(delta, (0, 3), value=torch.nan)[..., :-3]
-
-        return Backward(run, adds=False)
+        launch = super().backward(items, params)
+        return launch._replace(run=with_functions(launch.run, self.used))
 
     def rounding(
         self, spans: OwnSpans, keys: KVPayload, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         """Return what rounds spans of own keys."""
-        del params
-
-        def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-            assert dk.shape == (keys.batch, keys.length, keys.heads, keys.dim)
-            batch, _, heads, dim = dk.shape
-            totals = sums.view(2, batch, heads, spans.length, dim)
-            for n in range(spans.number):
-                start = spans.target + n * spans.target_step
-                first = spans.source + n * spans.source_step
-                for total, grad in zip(totals, (dk, dv), strict=True):
-                    own = _reversed(total[:, :, start : start + spans.keys])
-                    grad[:, first : first + spans.keys] = own.transpose(1, 2)
-
-        return round_all
+        return with_functions(super().rounding(spans, keys, params), self.used)
 
 
-class TiledKernel(EagerKernel):
-    """An eager kernel with a split backward that sums in tiles."""
-
-    needs_delta = False
+class TiledKernel(FlashKernel):
+    """A kernel whose split backward sums in small tiles."""
 
     def __init__(self, used: list[bool]) -> None:
-        self.split_backward: SplitBackward = Tiled(used)
-
-    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
-        """Return the launch of a backward that is not split; it computes delta itself."""
-        del adds
-        return one_by_one(items, [partial(_item_grads, item, params) for item in items])
-
-
-def _item_grads(
-    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, dst: Tensor | None, key: object,
-) -> Grads:  # fmt: skip
-    delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
-    launch = partial(EagerKernel().differentiate, item, params)
-    return item_grads(launch, params, rows, columns, upstream._replace(delta=delta), dst, key)
-
-
-def _reversed(x: Tensor) -> Tensor:
-    """Return ``[B, K, n, D]`` with each tile's elements in reverse order."""
-    tiles = x.unflatten(2, (-1, KEYS)).flatten(3)
-    reversed_keys: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
-    return reversed_keys
+        super().__init__(FLASH.flash, FLASH.capabilities, split_backward=Tiled(used))

@@ -7,7 +7,7 @@ results have been compared on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -91,14 +91,6 @@ class Launch:
     requires_grad: bool = False
     has_gaps: bool = False  # between the heads of q, k, v and dout, which are views
     has_dst: bool = True
-
-    def __str__(self) -> str:
-        changed = {x.name: getattr(self, x.name) for x in fields(self)[2:]}
-        named = [
-            f"{x.name}={getattr(changed[x.name], '__name__', changed[x.name])}"
-            for x in fields(self)[2:] if changed[x.name] != x.default
-        ]  # fmt: skip
-        return "-".join(map(str, [*self.dims, *self.heads, *named]))
 
     def call(self, length: int = LENGTH) -> Call:
         """Return a new call; none of its memory is another call's."""
@@ -245,7 +237,7 @@ def refuse(*_: Any) -> None:
     raise AssertionError("the library was asked, though it was called like this before")
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("launch", LAUNCHES)
 def test_a_repeated_call_launches_what_the_library_launched(
     launch: Launch, library: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +249,7 @@ def test_a_repeated_call_launches_what_the_library_launched(
     assert passes.called()[1] == first
 
 
-@pytest.mark.parametrize("launch", [x for x in LAUNCHES if x.has_dst], ids=str)
+@pytest.mark.parametrize("launch", [x for x in LAUNCHES if x.has_dst])
 def test_what_is_repeated_launches_what_the_library_launched(
     launch: Launch, library: Recorder
 ) -> None:
@@ -372,7 +364,7 @@ IN_PUBLIC = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("launch", IN_PUBLIC, ids=str)
+@pytest.mark.parametrize("launch", IN_PUBLIC)
 def test_public_functions_launch_the_same_kernels(launch: Launch, library: Recorder) -> None:
     """These are for versions whose private parts are not known."""
     launches, _ = Passes(library, launch).called()

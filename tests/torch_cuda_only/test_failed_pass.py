@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from lost import LONGEST, LOSSES, LOST, STEPS, Loss, Steps, lose, steps
-from torch._C._distributed_c10d import TCPStore
 
 from ring_torch import ring_attention
 from ring_torch.kernels.triton.launch import ItemLaunch
@@ -72,39 +69,6 @@ def test_its_words_are_logged(tmp_path: Path, where: str, length: int, transport
     assert message in (tmp_path / str(1 - BROKEN)).read_text()
     ended, other = answers[1 - BROKEN]
     assert not ended or len(other) == 2, other  # killed by NCCL, or an error each time
-
-
-def _attend_in_a_group(rank: int, port: int, is_right: bool) -> list[str]:
-    """Return the outcome of each call of a group that is created on the store, and destroyed."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    patience = timedelta(seconds=30)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=patience)
-    x = torch.ones(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
-    ended = []
-    for _ in range(2 if is_right else 1):
-        try:
-            out = ring_attention(x, x, x, causal=rank == 0 and not is_right)
-            ended.append("exact" if torch.equal(out, x) else "wrong")
-        except (RuntimeError, ValueError) as error:
-            ended.append(str(error))
-    dist.destroy_process_group()
-    return ended
-
-
-def test_a_new_group_reads_nothing_of_the_last() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with LocalRanks(2, cuda=True) as pool:
-        said = pool.run(_attend_in_a_group, store.port, False)
-        assert all("different calls" in x for (x,) in said), said
-        left = [key for key in store.list_keys() if "ring/" in key]
-        assert left, "notes of the first group"
-        for key in store.list_keys():
-            if key not in left:  # left by NCCL of the first group
-                store.delete_key(key)
-        assert pool.run(_attend_in_a_group, store.port, True) == [["exact"] * 2] * 2
-        assert {*left} <= {*store.list_keys()}
 
 
 AUTO: dict[str, Any] = {"device": "cuda"}

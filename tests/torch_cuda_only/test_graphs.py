@@ -65,27 +65,21 @@ def _differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-def _captured(
-    run: Callable[[], list[Tensor]], *, before: int = 3
-) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """Capture a function after ``before`` eager runs; return the graph and its result tensors."""
-    aside = torch.cuda.Stream()
+def _replayed(
+    held: Sequence[Tensor], run: Both, seeds: Iterable[int], *, before: int = 3
+) -> list[float]:
+    """Capture a function of the tensors held, after ``before`` eager runs, and replay the graph.
+
+    Return the differences of results for new inputs from eager calls before and after.
+    """
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(before):
-            run()
+            run(held)
     torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = run()
-    return graph, results
-
-
-def _replayed(
-    graph: torch.cuda.CUDAGraph, held: Sequence[Tensor], results: Sequence[Tensor], run: Both,
-    seeds: Iterable[int],
-) -> list[float]:  # fmt: skip
-    """Replay a graph with new inputs; return the differences from eager calls before and after."""
+        results = run(held)
     differences = []
     for seed in seeds:
         fresh = _shards(seed)
@@ -106,18 +100,14 @@ def _replayed(
 
 def in_one_graph(_: int, move: Any) -> list[float]:
     """Capture both passes together, replay with new inputs and eager calls between replays."""
-    run, held = partial(_both, partial(_attend, move=move)), _shards(0)
     with patch.object(symm_buffer, "LEAST_COPY", 0):  # heads arrive in two parts
-        graph, results = _captured(partial(run, held))
-    return _replayed(graph, held, results, run, range(10, 16))
+        return _replayed(_shards(0), partial(_both, partial(_attend, move=move)), range(10, 16))
 
 
 def after_one_call(_: int, move: Any) -> list[float]:
     """Capture a call after one eager call, which is the least that a capture needs."""
     attend: Attend = partial(ContextParallel(layout="zigzag").attention, causal=True, **move)
-    run, held = partial(_both, attend), _shards(0)
-    graph, results = _captured(partial(run, held), before=1)
-    return _replayed(graph, held, results, run, range(30, 33))
+    return _replayed(_shards(0), partial(_both, attend), range(30, 33), before=1)
 
 
 def as_graphed_callable(_: int, move: Any) -> list[float]:
@@ -143,8 +133,7 @@ def with_segments(_: int, kernel: str) -> list[float]:
 
     held = _shards(0)
     held.append(torch.zeros(1, held[0].shape[1], device="cuda", dtype=torch.int32))
-    graph, results = _captured(partial(both, held))
-    return _replayed(graph, held, results, both, range(5, 9))
+    return _replayed(held, both, range(5, 9))
 
 
 def too_early(_: int, move: Any) -> str:

@@ -25,10 +25,6 @@ def _numbers(dtype: torch.dtype, *shape: int) -> Tensor:
     return (8 * torch.randn(*shape, generator=generator)).to(dtype).cuda()
 
 
-def _shifted(x: Tensor, n: int) -> Tensor:
-    return torch.cat([torch.zeros_like(x[:, :n]), x[:, :-n]], 1)
-
-
 def _moves(cp: ContextParallel, length: int) -> dict[str, tuple[Move, Move]]:
     """Return movements of a rank's slice, and the equivalent on the whole sequence."""
     plain = ContextParallel(layout="contiguous")
@@ -41,7 +37,8 @@ def _moves(cp: ContextParallel, length: int) -> dict[str, tuple[Move, Move]]:
 
     moves: dict[str, tuple[Move, Move]] = {
         "shift": (
-            lambda x: cp.shift(x, 5, seq_len=length), lambda x: cp.shard(_shifted(x, 5), pad=True)
+            lambda x: cp.shift(x, 5, seq_len=length),
+            lambda x: cp.shard(torch.cat([torch.zeros_like(x[:, :5]), x[:, :-5]], 1), pad=True),
         ),
         "relayout": (
             lambda x: cp.relayout(x, to="contiguous", seq_len=length),

@@ -5,10 +5,8 @@ Calls begin in one order on all ranks, as NCCL requires of communicators that ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from threading import Condition
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -26,34 +24,29 @@ LENGTHS = (1024, 4096)
 
 
 class Caller:
-    """A thread's calls: inputs, a group and a stream."""
+    """A thread's calls: a group, a stream, and inputs of each length with what is expected."""
 
     def __init__(self, number: int, options: dict[str, Any]) -> None:
-        self.device = torch.cuda.current_device()
-        self.stream = torch.cuda.Stream()
-        group: Any = dist.new_group(list(range(dist.get_world_size())))
-        self.cp = ContextParallel(group=group, layout="zigzag")
-        self.options = options
+        self.device, self.stream = torch.cuda.current_device(), torch.cuda.Stream()
+        group: Any = dist.new_group()
+        self.cp, self.options = ContextParallel(group, "zigzag"), options
+        self.shards: list[list[list[Tensor]]] = []
         torch.manual_seed(number)
-        whole = [
-            [torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)]
-            for n in (n * dist.get_world_size() for n in LENGTHS)
-        ]
-        self.shards = [self._sharded(tensors) for tensors in whole]
-        self.exact = [self._sharded(dense(*(x.float() for x in tensors))) for tensors in whole]
-        self.plain = [self._sharded(dense(*tensors)) for tensors in whole]
+        for n in LENGTHS:
+            sizes = [(1, n * dist.get_world_size(), heads, 64) for heads in (8, 2, 2, 8)]
+            whole = [torch.randn(x, device="cuda", dtype=torch.bfloat16) for x in sizes]
+            exact, plain = dense(*(x.float() for x in whole)), dense(*whole)
+            self.shards.append([[self.cp.shard(x) for x in y] for y in (whole, exact, plain)])
         torch.cuda.synchronize()
-
-    def _sharded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [self.cp.shard(x) for x in tensors]
 
     def both(self, n: int) -> list[Tensor]:
         """Run both passes over the inputs of one length, in the calling thread."""
         torch.cuda.set_device(self.device)
         with torch.cuda.stream(self.stream):
-            qkv = [x.detach().requires_grad_() for x in self.shards[n][:3]]
+            *tensors, dout = self.shards[n][0]
+            qkv = [x.detach().requires_grad_() for x in tensors]
             out = self.cp.attention(*qkv, causal=True, **self.options)
-            return [out.detach(), *torch.autograd.grad(out, qkv, self.shards[n][3])]
+            return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
 
 def at_once(_: int, options: dict[str, Any]) -> list[tuple[bool, float]]:
@@ -62,20 +55,15 @@ def at_once(_: int, options: dict[str, Any]) -> list[tuple[bool, float]]:
     Errors are those of ``out`` and gradients, relative to those of dense attention in bfloat16.
     """
     callers = [Caller(n, options) for n in range(NUM_THREADS)]
-    taken, changed = list[int](), Condition()
-
-    def is_turn(turn: int) -> bool:
-        return len(taken) == turn
+    turns = [Semaphore(int(n == 0)) for n in range(NUM_THREADS)]
 
     def repeated(number: int) -> list[list[list[Tensor]]]:
         """Make a thread's calls, each after that of the other; the GPU continues meanwhile."""
         results: list[list[list[Tensor]]] = [[] for _ in LENGTHS]
         for n in range(len(LENGTHS) * REPEATS):
-            with changed:
-                changed.wait_for(partial(is_turn, n * NUM_THREADS + number))
-                results[n // REPEATS].append(callers[number].both(n // REPEATS))
-                taken.append(number)
-                changed.notify_all()
+            turns[number].acquire()
+            results[n // REPEATS].append(callers[number].both(n // REPEATS))
+            turns[(number + 1) % NUM_THREADS].release()
         return results
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -85,7 +73,7 @@ def at_once(_: int, options: dict[str, Any]) -> list[tuple[bool, float]]:
     return [
         (torch.equal(repeats[0][0], tensors[0]), max(errors(tensors, exact, plain)))
         for caller, by_length in zip(callers, results, strict=True)
-        for repeats, exact, plain in zip(by_length, caller.exact, caller.plain, strict=True)
+        for repeats, (_, exact, plain) in zip(by_length, caller.shards, strict=True)
         for tensors in repeats
     ]
 

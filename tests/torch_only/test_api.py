@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ from refused import refused
 from torch import Tensor
 
 from ring_core import Mask, reference
-from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
@@ -63,6 +62,14 @@ def test_subgroups(rank: int) -> None:
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
 
 
+@on_ranks
+def test_nothing_is_sent_before_an_error() -> None:
+    """All ranks raise at once: none waits for another."""
+    x = torch.zeros(1, 3, 2, 8)
+    refused(r"sequence length 12 .* pad to 16", ring_attention, x, x, x, layout="zigzag")
+    refused("pad to 8", ContextParallel().shard, torch.zeros(1, 6, 2))
+
+
 def _recorded(_: int, layout: Any, mask: Mask) -> list[list[str]]:
     """Return the sends and kernel calls of a forward and of its backward, in order."""
     events: list[str] = []
@@ -91,15 +98,11 @@ def _recorded(_: int, layout: Any, mask: Mask) -> list[list[str]]:
 
 
 def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: LocalRanks) -> None:
-    size = 12 * 2 * (8 + 8) * 8  # bytes of a rank's K and V
+    sent = f"send {12 * 2 * (8 + 8) * 8}"  # bytes of a rank's K and V
     for forward, backward in pool.run(_recorded, "zigzag", Mask(causal=True)):
-        assert forward == [f"send {size}", "kernel"] * 3 + ["kernel"]
+        assert forward == [sent, "kernel"] * 3 + ["kernel"]
         # The first stage has no gradients to send yet when its K/V leave; the last sends nothing.
-        assert backward == [f"send {size}", "kernel", f"send {size}"] * 2 + [
-            "kernel",
-            f"send {size}",
-            "kernel",
-        ]
+        assert backward == [sent, "kernel", sent] * 2 + ["kernel", sent, "kernel"]
 
 
 def test_dead_steps_cost_nothing(pool: LocalRanks) -> None:
@@ -108,26 +111,6 @@ def test_dead_steps_cost_nothing(pool: LocalRanks) -> None:
     documents = Mask(cu_seqlens=(0, 12, 24, 36, 48))
     for passes in pool.run(_recorded, "contiguous", documents):
         assert passes == [["kernel"]] * 2
-
-
-def test_blocks_are_a_choice() -> None:
-    (q, k, v), config = qkv(), KernelConfig("eager", block_q=7, block_k=5)
-    options: list[dict[str, Any]] = [
-        {"causal": True, "window": (9, 0)},
-        {"cu_seqlens": (0, 11, 48)},
-    ]
-    for given in options:
-        same(ring_attention(q, k, v, kernel=config, **given), dense(q, k, v, **given))
-
-
-def test_one_call_in_both_forms() -> None:
-    """``attention``, ``explain`` and ``ring_attention`` take the same options in the same order."""
-    options = list(inspect.signature(ring_attention).parameters)
-    assert options[:5] == ["q", "k", "v", "group", "layout"]
-    for method in (ContextParallel.attention, ContextParallel.explain):
-        assert list(inspect.signature(method).parameters)[1:] == options[:3] + options[5:]
-    oracle = list(inspect.signature(reference.attention).parameters)
-    assert options[5 : 5 + len(oracle) - 3] == oracle[3:]
 
 
 @on_ranks

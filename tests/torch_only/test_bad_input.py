@@ -1,38 +1,73 @@
-"""Bad input raises an error that names the argument, before anything is sent."""
+"""Bad input raises an error that names the argument, before anything is sent.
+
+So does every wrong value of every argument of every public function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from on_ranks import on_ranks
 from refused import refused
-from wrong import KV, Q, bad_calls
+from torch import Tensor, nn
+from wrong import (
+    DIM,
+    FILL,
+    FLAG,
+    KV,
+    NAME,
+    OPTIONS,
+    REAL,
+    ROWS,
+    SIZE,
+    STEPS,
+    Q,
+    Subject,
+    Values,
+    bad_calls,
+    checks_of,
+    subject,
+    wrong_tensors,
+)  # fmt: skip
 
-from ring_core import Mask, UnsupportedError, reference
+import ring_torch
+from ring_core import ChunkLayout, Mask, UnsupportedError, reference
 from ring_core.base.arguments import FOREIGN_OPTIONS
-from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
+from ring_torch import (
+    ContextParallel,
+    KernelConfig,
+    compat,
+    hf,
+    preflight,
+    ring_attention,
+    training,
+)
+from ring_torch.local import LocalRanks
+from ring_torch.verification.equality import check_equal
+
+zeros = torch.zeros
 
 
 def tensors(**replaced: Any) -> dict[str, Any]:
     """Return valid arguments, with some replaced."""
-    good = {"q": torch.zeros(Q), "k": torch.zeros(KV), "v": torch.zeros(KV)}
+    good = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
     return good | replaced
 
 
-def zeros(shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
-    return torch.zeros(shape, dtype=getattr(torch, dtype))
+def zeros_of(shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
+    return zeros(shape, dtype=getattr(torch, dtype))
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = bad_calls(zeros, "torch.Tensor") | {
+BAD: dict[str, tuple[dict[str, Any], str]] = bad_calls(zeros_of, "torch.Tensor") | {
     "not a tensor": ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
-    "device": ({"k": torch.zeros(KV, device="meta")}, "on one device, got cpu for q and meta for k"),
-    "cu_seqlens on a device": ({"cu_seqlens": torch.zeros(3, device="meta", dtype=torch.int32)}, "known on the host"),
-    "ids dtype": ({"segment_ids": zeros((2, 8), "int64")}, "segment_ids must be int32, got int64"),
-    "slopes gradient": ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, "alibi_slopes have no gradient"),
+    "device": ({"k": zeros(KV, device="meta")}, "on one device, got cpu for q and meta for k"),
+    "cu_seqlens on a device": ({"cu_seqlens": zeros(3, device="meta", dtype=torch.int32)}, "known on the host"),
+    "ids dtype": ({"segment_ids": zeros_of((2, 8), "int64")}, "segment_ids must be int32, got int64"),
+    "slopes gradient": ({"alibi_slopes": zeros(4, requires_grad=True)}, "alibi_slopes have no gradient"),
     "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, fa4, fa3, cudnn, fa2, sdpa, triton, eager"),
     "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, symm_mem, p2p"),
     "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ulysses, gather, ring, balanced"),
@@ -46,21 +81,26 @@ def test_bad_input(name: str) -> None:
     refused(message, ring_attention, **tensors(**replaced))
 
 
+#: Options of a call with the kernel `sdpa`, or another.
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "several reasons": (
-        {"softcap": 1.0, "alibi_slopes": torch.zeros(4), "window": (2, 0)},
+        {"softcap": 1.0, "alibi_slopes": zeros(4), "window": (2, 0)},
         ("softcap", "alibi_slopes", "full and square causal blocks only", "kernel='eager'"),
     ),
-    "segment_ids": ({"segment_ids": torch.zeros(2, 8, dtype=torch.int32)}, ("segment_ids",)),
-    "bias": ({"bias": torch.zeros(1, 1, 8, 8)}, ("bias",)),
+    "segment_ids": ({"segment_ids": zeros(2, 8, dtype=torch.int32)}, ("segment_ids",)),
+    "bias": ({"bias": zeros(1, 1, 8, 8)}, ("bias",)),
     "dropout": ({"dropout_p": 0.1, "dropout_seed": 0}, ("dropout_p",)),
     "deterministic": ({"deterministic": True}, ("deterministic=True",)),
     "documents": ({"cu_seqlens": (0, 3, 8)}, ("several documents",)),
     "chunks": ({"chunk_size": 3}, ("several documents or chunks",)),
     "predicate": ({"mask": Mask(predicate=lambda q, k: q == k)}, ("predicate",)),
-    "v dim": ({"v": torch.zeros(2, 8, 2, 8)}, ("head dim 8 to equal Q's 16",)),
-    "half": ({n: torch.zeros(KV, dtype=torch.bfloat16) for n in "qkv"}, ("not bfloat16",)),
+    "v dim": ({"v": zeros(2, 8, 2, 8)}, ("head dim 8 to equal Q's 16",)),
+    "half": ({n: zeros(KV, dtype=torch.bfloat16) for n in "qkv"}, ("not bfloat16",)),
     "blocks": ({"kernel": KernelConfig("sdpa", block_q=64)}, ("block_q",)),
+    "another device": (
+        {"kernel": "fa4", **{n: zeros(KV, dtype=torch.bfloat16) for n in "qkv"}},
+        ("runs on cuda, not on cpu",),
+    ),
 }
 
 
@@ -70,26 +110,13 @@ def test_a_named_kernel_never_falls_back(name: str) -> None:
     options, reasons = REFUSED[name]
     with pytest.raises(UnsupportedError) as caught:
         ring_attention(**tensors(**({"kernel": "sdpa"} | options)))
-    assert all(
-        word in str(caught.value)
-        for word in (*reasons, "kernel 'sdpa'", "Instead: use kernel='eager'")
-    )
+    words = (*reasons, "kernel '", "Instead: use kernel='eager'")
+    assert all(word in str(caught.value) for word in words)
 
 
 def test_auto_names_all_reasons_when_nothing_fits() -> None:
-    with pytest.raises(
-        UnsupportedError,
-        match=r"no kernel can do this call. fa4: .*; eager: has no choice of fused",
-    ):
-        ring_attention(**tensors(kernel=KernelConfig(fused_backward=True)))
-
-
-@on_ranks
-def test_nothing_is_sent_before_the_error() -> None:
-    """Both ranks raise at once: neither waits for the other."""
-    x = torch.zeros(1, 3, 2, 8)
-    refused(r"sequence length 6 .* pad to 8", ring_attention, x, x, x, layout="zigzag")
-    refused("pad to 8", ContextParallel().shard, torch.zeros(1, 6, 2))
+    said = r"no kernel can do this call. fa4: .*; eager: has no choice of fused"
+    refused(said, ring_attention, **tensors(kernel=KernelConfig(fused_backward=True)))
 
 
 CONTIGUOUS = ContextParallel(layout="contiguous")
@@ -102,34 +129,23 @@ def compiled(*x: Any, **options: Any) -> Any:
     return torch.compile(ring_attention, backend="eager", fullgraph=True)(*x, **options)
 
 
-CAUSAL: dict[str, Callable[..., Any]] = {
-    "ring_attention": ring_attention, "ContextParallel": CONTIGUOUS.attention, "compiled": compiled,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("call", [*CAUSAL.values(), CONTIGUOUS.explain], ids=[*CAUSAL, "explain"])
-@pytest.mark.parametrize("mask", [None, torch.ones(8, 6, dtype=torch.bool)], ids=["alone", "mask"])
-def test_causal_with_fewer_keys_is_refused(call: Callable[..., Any], mask: Any) -> None:
-    with pytest.raises(Exception, match=FEWER_KEYS) as error:
-        call(EIGHT, SIX, SIX, causal=True, mask=mask)
-    assert call is compiled or type(error.value) is ValueError
+@pytest.mark.parametrize(
+    "call", [ring_attention, CONTIGUOUS.attention, compiled, CONTIGUOUS.explain]
+)
+def test_causal_with_fewer_keys_is_refused_and_a_mask_keeps_the_rule(call: Any) -> None:
+    rule = Mask(causal=True)
+    for mask in (None, torch.ones(8, 6, dtype=torch.bool)):
+        with pytest.raises(Exception, match=FEWER_KEYS) as error:
+            call(EIGHT, SIX, SIX, causal=True, mask=mask)
+        assert call is compiled or type(error.value) is ValueError
+    if call != CONTIGUOUS.explain:
+        np.testing.assert_allclose(call(EIGHT, SIX, SIX, mask=rule), expected(), atol=2e-6)
+        for q in (SIX, SIX[:, :5]):  # with as many keys, or more
+            assert torch.equal(call(q, SIX, SIX, causal=True), call(q, SIX, SIX, mask=rule))
 
 
 def expected() -> Any:
     return reference.attention(*(x.numpy() for x in (EIGHT, SIX, SIX)), mask=Mask(causal=True))[0]
-
-
-@pytest.mark.parametrize("call", CAUSAL.values(), ids=CAUSAL)
-def test_a_causal_mask_with_fewer_keys_keeps_the_rule(call: Callable[..., Any]) -> None:
-    np.testing.assert_allclose(call(EIGHT, SIX, SIX, mask=Mask(causal=True)), expected(), atol=2e-6)
-
-
-@pytest.mark.parametrize("call", CAUSAL.values(), ids=CAUSAL)
-def test_causal_with_as_many_keys_or_more_is_right(call: Callable[..., Any]) -> None:
-    for q in (SIX, SIX[:, :5]):
-        assert torch.equal(
-            call(q, SIX, SIX, causal=True), call(q, SIX, SIX, mask=Mask(causal=True))
-        )
 
 
 @pytest.mark.parametrize("mask_first", [False, True])
@@ -148,22 +164,356 @@ def test_calls_of_other_libraries_keep_their_meaning() -> None:
     np.testing.assert_allclose(out, expected(), atol=2e-6)
 
 
-CP = ContextParallel()
-WITH_OPTIONS: dict[str, Callable[..., Any]] = {
-    "ring_attention": ring_attention, "attention": CP.attention, "explain": CP.explain,
+@pytest.mark.parametrize("call", [ring_attention, CONTIGUOUS.attention, CONTIGUOUS.explain])
+def test_options_of_other_libraries_are_refused_by_their_names_here(call: Any) -> None:
+    """Other names stay a type error."""
+    for name in FOREIGN_OPTIONS:
+        said = rf"no option is called {name}\. Instead: for {name}, "
+        refused(said, call, SIX, SIX, SIX, **{name: None})
+    refused("nonsense", call, SIX, SIX, SIX, nonsense=1, error=TypeError)
+
+
+def ids(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> Tensor:
+    return zeros(shape, dtype=dtype, device=device)
+
+
+def bad_tensors(*shape: int) -> Values:
+    """Return tensors of this shape that are otherwise wrong, and values that are no tensors."""
+    good = zeros(shape)
+    return {
+        "word": "q", "number": 1.0, "flag": True, "list": good.tolist(), "numpy": good.numpy(),
+        "class": Tensor, "module": nn.Linear(1, 1), "complex": good.to(torch.complex64),
+        "integers": good.to(torch.int32), "flags": good.to(torch.bool), "sparse": good.to_sparse(),
+        "8 bits": good.to(torch.float8_e4m3fn), "meta": good.to("meta"),
+    }  # fmt: skip
+
+
+def first_used(group: Any = None, layout: Any = "zigzag") -> int:
+    """Return the ranks of a new ``ContextParallel``, which reads its group on first use."""
+    return ContextParallel(group, layout).cp_size
+
+
+def nested(*shape: int) -> Tensor:
+    return torch.nested.nested_tensor(list(zeros(shape)), layout=torch.jagged)
+
+
+def like(*shape: int, but: tuple[str, ...] = ()) -> Values:
+    """Return wrong values of a tensor of this shape, beside others of right shapes."""
+    values: Values = {
+        "none": None, **bad_tensors(*shape), "nested": nested(*shape) if len(shape) > 1 else "x",
+        "size": zeros(*shape[:-1], shape[-1] + 5), "one axis more": zeros(*shape, 1),
+    }  # fmt: skip
+    return {name: x for name, x in values.items() if name not in but}
+
+
+def optional(values: Values) -> Values:
+    return {name: x for name, x in values.items() if x is not None}
+
+
+TENSORS = wrong_tensors(zeros_of, bad_tensors, "int64")
+TENSORS |= {
+    **{n: {**TENSORS[n], "nested": nested(*(Q if n == "q" else KV))} for n in "qkv"},
+    "alibi_slopes": {**TENSORS["alibi_slopes"], "with a gradient": zeros(4, requires_grad=True)},
+}
+OPTION_TENSORS: dict[str, Values] = {
+    "seq_len": {"tensor": torch.tensor(8)}, "causal": {"tensor": torch.tensor(True)},
+    "window": {"tensor": torch.tensor([1, 0])},
+    "cu_seqlens": {
+        "on a device": ids(3, device="meta"), "floats": torch.tensor([0.0, 8.0]),
+        "two rows": ids(2, 2),
+    },
+    "mask": {"tensor": zeros(8, 8)}, "softmax_scale": {"tensor": torch.tensor(0.5)},
+    "softcap": {"tensor": torch.tensor(0.5)}, "dropout_p": {"tensor": torch.tensor(0.5)},
+    "dropout_seed": {"tensor": torch.tensor(1)}, "deterministic": {"tensor": torch.tensor(True)},
+    "return_lse": {"tensor": torch.tensor(True)}, "kernel": {"tensor": torch.tensor(1)},
 }  # fmt: skip
-ZEROS = torch.zeros(1, 8, 2, 4)
+CALL: dict[str, Values] = {
+    **TENSORS,
+    **{n: {**x, **OPTION_TENSORS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
+}
+GROUP: Values = {"word": "cp", "number": 0, "flag": True, "list": [0, 1], "class": ContextParallel}
+#: ``seq_len`` may be left out.
+LENGTH: Values = {name: x for name, x in SIZE.items() if x is not None}
+GRAD: Values = {"word": "mean", "flag": True, "number": 1, "list": ["sum"], "class": Tensor}
+SHARD: Values = {
+    "none": None, "list": [1.0], "word": "x", "number": 3.0, "scalar": zeros(()), "class": Tensor,
+    "numpy": zeros(2).numpy(),
+}  # fmt: skip
+cp = ContextParallel()
+even = ContextParallel(layout=ChunkLayout(((0, 1),)))  # one rank takes any length in zigzag
+inputs = tensors()
+batch = {"input_ids": ids(2, 8, dtype=torch.int64)}
+CONTEXT: Values = {"none": None, "word": "cp", "class": ContextParallel}
+INTEGER: Values = {
+    "none": None,
+    "float": 1.5,
+    "word": "1",
+    "list": [1],
+    "flag": True,
+    "class": Tensor,
+}
+LABELS: Values = {**like(2, 8, but=("integers",)), "probabilities": zeros(2, 8)}
+CLASSES: Values = {**optional(like(5, but=("8 bits",))), "scalar": zeros(())}
+LOSS: dict[str, Values] = {
+    "cp": CONTEXT, "labels": LABELS, "weight": CLASSES, "ignore_index": INTEGER,
+    "reduction": {"none": None, "word": "none", "other": "max", "flag": True, "list": ["sum"]},
+    "label_smoothing": {"negative": -0.1, "more than 1": 1.5, "word": "x", "none": None, "flag": True},
+    "count": {
+        "negative": -1, "word": "x", "flag": True, "list": [1], "several": zeros(2),
+        "flags": zeros((), dtype=torch.bool),
+    },
+    "seq_len": OPTIONS["seq_len"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("call", WITH_OPTIONS.values(), ids=WITH_OPTIONS)
-@pytest.mark.parametrize("name", FOREIGN_OPTIONS)
-def test_options_of_other_libraries_are_refused_by_their_names_here(
-    name: str, call: Callable[..., Any]
-) -> None:
-    with pytest.raises(ValueError, match=rf"no option is called {name}\. Instead: for {name}, "):
-        call(ZEROS, ZEROS, ZEROS, **{name: None})
+def entered(every: Any, context: Any = ring_torch.check) -> None:
+    """Enter a context, which validates its argument then."""
+    with context(every):
+        pass
 
 
-def test_other_names_stay_a_type_error() -> None:
-    for call in WITH_OPTIONS.values():
-        refused("nonsense", call, ZEROS, ZEROS, ZEROS, nonsense=1, error=TypeError)
+NAMES: Values = {
+    "none": None, "word": "x", "numbers": (1,), "of no module": ("decoder",), "empty name": ("",),
+    "number": 1, "class": nn.Linear,
+}  # fmt: skip
+
+
+@functools.wraps(ring_torch.replace_sdpa)
+def replaced(module: Any, cp: Any, **options: Any) -> None:
+    """Replace attention, and undo it."""
+    ring_torch.replace_sdpa(module, cp, **options).remove()
+
+
+MODULE: Values = {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}
+
+
+KEYS, HEADS, VALUES = (1, 8, 2, 4), (1, 8, 4), (1, 8, 4, 3)
+recurrent: dict[str, Tensor] = {
+    "q": zeros(KEYS), "k": zeros(KEYS), "v": zeros(VALUES), "g": zeros(HEADS), "beta": zeros(HEADS),
+}  # fmt: skip
+ssd: dict[str, Tensor] = {
+    "x": zeros(VALUES), "dt": zeros(HEADS), "A": zeros(4), "B": zeros(KEYS), "C": zeros(KEYS),
+}  # fmt: skip
+#: A cache of two requests, whose tokens are written, and whose positions may be written again.
+cache_of = functools.partial(
+    ring_torch.KVCache, cp, num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.float32
+)
+cache = cache_of(max_requests=2, max_tokens=512)
+cache.extend(cache.add(2), 8)
+cache.write(zeros(KV), zeros(KV), layer=0)
+first = cache_of(max_requests=1, max_tokens=8)
+first.extend(first.add(), 8)
+ROW = {"q": (1, 8, 4, 16), "k": (1, 8, 2, 16), "v": (1, 8, 2, 16)}
+POSITIVE: Values = {n: x for n, x in SIZE.items() if n != "zero"} | {"none": None}
+COUNT: Values = {**SIZE, "none": None}
+INDEX: Values = {**POSITIVE, "too large": 2}
+DEVICE: Values = {"word": "gpu7", "number": 1.5, "list": ["cpu"]}
+SERVED: dict[str, Values] = {
+    "cache": {"none": None, "word": "cache", "class": ring_torch.KVCache, "tensor": zeros(KV)},
+    "layer": INDEX, "return_lse": FLAG, "kernel": {**NAME, "other": "fa4"}, "transport": NAME,
+    **{n: OPTIONS[n] for n in ("window", "chunk_size", "softmax_scale", "softcap")},
+    **{n: TENSORS[n] for n in ("sinks", "alibi_slopes")},
+}  # fmt: skip
+
+
+#: Wrong values of arguments by their names.
+BY_NAME: dict[str, Values] = {
+    **{n: OPTIONS[n] for n in (
+        "layout", "seq_len", "cu_seqlens", "kernel", "softcap", "dropout_seed", "strategy",
+        "deterministic",
+    )},
+    **{n: LOSS[n] for n in LOSS if n != "seq_len"},
+    **dict.fromkeys(("model", "module"), MODULE), **dict.fromkeys(("x", "y"), SHARD),
+    **dict.fromkeys(("left", "right"), ROWS), "to": OPTIONS["layout"], "n": STEPS, "dim": DIM,
+    **dict.fromkeys((
+        "pad", "output_final_state", "use_qk_l2norm", "dt_softplus", "delta_softplus", "balanced",
+        "cuda", "entropy",
+    ), FLAG),
+    "fill": FILL, "grad": GRAD, "group": GROUP, "dp": optional(GROUP), "scale": REAL,
+    "tokens_at_once": {**LENGTH, "none": None},
+    "initial_state": optional(like(1, 4, 4, 3)),  # of linear attention
+}  # fmt: skip
+#: Wrong prompts and completions of a loader of rollouts.
+sequences: Values = {
+    "none": None, "word": "x", "number": 1, "rows": [ids(1, 3).long()], "floats": [zeros(3)],
+    "of more": [ids(3).long()] * 2,
+}  # fmt: skip
+
+
+def row(call: Any, right: dict[str, Any], free: str = "", /, **wrong: Values) -> Subject:
+    """Return a row, in which tensors have the wrong values of their shapes if no other.
+
+    ``free`` are those of which another last size is right, too.
+    """
+    shaped = {
+        name: like(*x.shape, but=("size",) if name in free.split() else ())
+        for name, x in right.items()
+        if isinstance(x, Tensor) and x.ndim
+    }
+    return subject(shaped | BY_NAME, call, right, **wrong)
+
+
+of_tokens: dict[str, Any] = {
+    "cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8),
+}  # fmt: skip
+HALF: dict[str, Values] = {"bias": {**CLASSES, "half": zeros(5).half()}}
+
+SUBJECTS: dict[str, Subject] = {
+    "ring_torch.ContextParallel.gated_delta_rule": row(cp.gated_delta_rule, recurrent, "q v"),
+    "ring_torch.ContextParallel.kda": row(cp.kda, {**recurrent, "g": zeros(*HEADS, 4)}, "q v"),
+    "ring_torch.ContextParallel.simple_gla": row(
+        cp.simple_gla, {name: recurrent[name] for name in "qkvg"}, "q v",
+        g=optional(like(*HEADS)), g_gamma=optional(like(4)),
+    ),
+    "ring_torch.ContextParallel.ssd": row(
+        cp.ssd, ssd, "B x", D=optional(like(4, but=("one axis more",))),
+        z=optional(like(*VALUES)), dt_bias=optional(like(4)), initial_states=optional(like(1, 4, 3, 4)),
+        dt_limit={
+            "number": 1.0, "none": None, "falling": (1.0, 0.5), "words": ("0", "1"), "nan": (0.0, float("nan")),
+            "flags": (False, True), "three": (0.0, 1.0, 2.0),
+        },
+    ),
+    "ring_torch.ContextParallel.selective_scan": row(
+        cp.selective_scan,
+        {"u": zeros(HEADS), "delta": zeros(HEADS), "A": zeros(4, 3), "B": zeros(1, 8, 3), "C": zeros(1, 8, 3)},
+        "u A", B=like(1, 8, 3, but=("one axis more",)), D=optional(like(4)),
+        z=optional(like(*HEADS)), delta_bias=optional(like(4)),
+    ),
+    "ring_torch.ContextParallel.linear_recurrence": row(
+        cp.linear_recurrence, {"a": zeros(VALUES), "b": zeros(VALUES)},
+        a=like(*VALUES, but=("size", "one axis more")), initial_state=optional(like(1, 4, 3)),
+    ),
+    "ring_torch.ContextParallel.causal_conv1d": row(
+        cp.causal_conv1d, {"x": zeros(HEADS), "weight": zeros(4, 3)}, "x weight",
+        bias=optional(like(4)), activation=optional(OPTIONS["kernel"]),
+    ),
+    "ring_torch.ring_attention": row(ring_attention, inputs, **CALL),
+    "ring_torch.ContextParallel": row(first_used, {}),
+    "ring_torch.ContextParallel.attention": row(cp.attention, inputs, **CALL),
+    "ring_torch.ContextParallel.explain": row(cp.explain, inputs, **CALL),
+    "ring_torch.ContextParallel.explain_recurrent": row(
+        lambda layer, a, b: cp.explain_recurrent(layer, a=a, b=b),
+        {"layer": "linear_recurrence", "a": zeros(VALUES), "b": zeros(VALUES)},
+        layer=optional(OPTIONS["kernel"]), a=like(*VALUES, but=("size", "one axis more")),
+    ),
+    "ring_torch.KVCache": row(
+        ring_torch.KVCache,
+        {
+            "cp": cp, "num_layers": 1, "num_kv_heads": 2, "head_dim": 4, "max_requests": 1,
+            "max_tokens": 8, "dtype": torch.float32,
+        },
+        v_head_dim=LENGTH, page_size={**COUNT, "no power of two": 24}, device=DEVICE,
+        **dict.fromkeys(("num_layers", "num_kv_heads", "head_dim", "max_requests", "max_tokens"), COUNT),
+        dtype={"none": None, "word": "float32", "integers": torch.int32, "class": float, "8 bits": torch.float8_e4m3fn},
+    ),
+    "ring_torch.ContextParallel.decode": row(
+        cp.decode, {"q": zeros(Q), "cache": cache, "layer": 0}, **SERVED, q=TENSORS["q"],
+        requests={"number": 0, "word": "01", "unknown": (0, 7), "twice": (0, 0), "floats": (0.0, 1.0), "flags": (False, True), "too few": (0,), "none at all": (), "tensor": ids(2)},
+    ),
+    "ring_torch.ContextParallel.prefill": row(
+        cp.prefill, {**{n: zeros(x) for n, x in ROW.items()}, "cache": first, "layer": 0, "request": 0},
+        **SERVED, request=INDEX, v=optional(like(*ROW["v"])),
+    ),
+    "ring_torch.ContextParallel.merge_partials": row(
+        cp.merge_partials, {"out": zeros(Q), "lse": zeros(2, 4, 8)}, "out",
+        lse={**like(2, 4, 8), "half": zeros(2, 4, 8).half()}, lse_base={**NAME, "ten": "10"},
+    ),
+    "ring_torch.ContextParallel.explain_serving": row(
+        lambda name, q, layer: cp.explain_serving(name, q, cache, layer=layer),
+        {"name": "decode", "q": zeros(Q), "layer": 0}, name=NAME, q=TENSORS["q"], layer=INDEX,
+    ),
+    "ring_torch.ContextParallel.verify": row(
+        cp.verify, {"model": nn.Linear(2, 2), "batch": {"input": zeros(1, 8, 2)}},
+        batch={"none": None, "tensor": zeros(1, 8, 2), "list": [zeros(1, 8, 2)], "word": "x"},
+        dims={"word": "x", "list": [1], "no tensor": {"other": 1}, "too large": {"input": 3}},
+    ),
+    "ring_torch.preflight": row(
+        preflight, {
+            "cp": cp, "step": lambda model, batch: model(batch).sum(), "model": nn.Linear(2, 2),
+            "batch": zeros(1, 8, 2),
+        },
+        step={"none": None, "word": "x"}, batch={"object": object()}, after_backward={"word": "x"},
+        loss={"none": None, "word": "all"}, rtol={"word": "x", "negative": -1.0, "nan": math.nan},
+    ),
+    "ring_torch.ContextParallel.check_equal": row(
+        check_equal, {"cp": cp, "x": zeros(2), "what": "x"},
+        x={"object": object(), "class": nn.Linear}, what={"none": None, "number": 3}, every=COUNT,
+    ),
+    "ring_torch.ContextParallel.whole_length": row(
+        cp.whole_length, {"x": zeros(1, 8)},
+        x={"none": None, "word": "x", "negative": -1, "fraction": 1.5}, dim={"none": None, "too large": 2},
+    ),
+    "ring_torch.ContextParallel.layout_of": row(
+        even.layout_of, {"seq_len": 8}, seq_len={**COUNT, "indivisible": 7}
+    ),
+    "ring_torch.ContextParallel.positions": row(
+        even.positions, {"seq_len": 8}, seq_len=COUNT, device={**DEVICE, "flag": True}
+    ),
+    "ring_torch.ContextParallel.shard": row(cp.shard, {"x": zeros(Q)}, fill={**FILL, "without pad": 1.0}),
+    "ring_torch.ContextParallel.unshard": row(cp.unshard, {"x": zeros(Q)}),
+    "ring_torch.hf.shard_batch": row(
+        hf.shard_batch, {"cp": cp, "batch": batch, "model": nn.Linear(1, 1)},
+        batch={"none": None, "tensor": ids(2, 8), "list": [ids(2, 8)], "word": "x"},
+    ),
+    "ring_torch.ContextParallel.reduce_gradients": row(cp.reduce_gradients, {"model": nn.Linear(1, 1)}),
+    "ring_torch.ContextParallel.reduce_each_gradient": row(
+        cp.reduce_each_gradient, {"model": nn.Linear(1, 1)}
+    ),
+    "ring_torch.cross_entropy": row(
+        ring_torch.cross_entropy, {"cp": cp, "logits": zeros(2, 8, 5), "labels": ids(2, 8)}, "logits"
+    ),
+    "ring_torch.linear_cross_entropy": row(ring_torch.linear_cross_entropy, of_tokens, **HALF),
+    "ring_torch.training.token_log_probs": row(
+        training.token_log_probs, of_tokens, **HALF,
+        temperature={**REAL, "none": None, "zero": 0.0, "negative": -1.0},
+    ),
+    "ring_torch.training.sum_by_sequence": row(
+        training.sum_by_sequence, {"cp": cp, "x": zeros(1, 8)},
+        x=like(1, 8, but=("integers", "flags", "size")),
+        segment_ids={
+            "floats": zeros(1, 8), "of no token": ids(1, 7), "of a row": ids(8),
+            **optional(like(1, 8, but=("integers", "flags"))),
+        },
+    ),
+    "ring_torch.training.RolloutLoader": row(
+        training.RolloutLoader,
+        {"cp": cp, "prompts": [ids(3).long()], "completions": [ids(5).long()], "tokens": 8},
+        **dict.fromkeys(("prompts", "completions"), sequences),
+        **dict.fromkeys(("tokens", "hidden_size"), COUNT),
+    ),
+    "ring_torch.dataloader": row(
+        ring_torch.dataloader, {"cp": cp, "loader": [ids(2, 8)]},
+        loader={"none": None, "word": "x", "number": 1, "mapping": batch, "class": list},
+    ),
+    "ring_torch.replace_sdpa": row(
+        replaced, {"module": nn.Linear(1, 1), "cp": cp},
+        **dict.fromkeys(("whole_keys", "sharded_keys", "local"), NAMES),
+        documents={"word": "x", "not from 0": (1, 8), "decreasing": (0, 8, 4), "floats": (0, 8.5), "number": 8},
+        transport={"none": None, "word": "tcp", "number": 1, "flag": True, "list": ["p2p"]},
+    ),
+    "ring_torch.check": row(entered, {"every": 1}, every=POSITIVE),
+    "ring_torch.debug": row(functools.partial(entered, context=ring_torch.debug), {"every": 1}, every=COUNT),
+    "ring_torch.local.LocalRanks": row(
+        LocalRanks, {"world_size": 2}, world_size=COUNT, threads=COUNT,
+        timeout={**REAL, "zero": 0.0, "negative": -1.0, "none": None}, patience={**REAL, "negative": -1.0},
+    ),
+    "ring_torch.ContextParallel.shift": row(cp.shift, {"x": zeros(Q).half(), "n": 1}),
+    "ring_torch.ContextParallel.halo": row(cp.halo, {"x": zeros(Q), "left": 1, "right": 0}),
+    "ring_torch.ContextParallel.join": row(cp.join, {"y": zeros(Q)}),
+    "ring_torch.ContextParallel.relayout": row(
+        cp.relayout, {"x": zeros(Q), "to": "contiguous"}, seq_len=LENGTH
+    ),
+}  # fmt: skip
+#: Checked by ring_core's tests; functions with names of other libraries have their own tests.
+ELSEWHERE = {
+    "ring_torch.Halo", "ring_torch.KernelConfig", "ring_torch.Mask", "ring_torch.ReductionHandle",
+    "ring_torch.SDPAHandle", "ring_torch.support_matrix",
+}  # fmt: skip
+
+
+globals().update(checks_of(SUBJECTS, ("ring_torch",), ELSEWHERE, ContextParallel))
+
+
+def test_tensors_without_numbers() -> None:
+    with pytest.raises(ValueError, match="q, k and v are on the meta device"):
+        ring_attention(*(x.to("meta") for x in inputs.values()))

@@ -18,8 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiled
 import torch
-from plain_flash import attended, differentiated
+from plain_flash import attended
+from tiled import Window, options_of
 from torch import Tensor
 from views import offset
 
@@ -33,26 +35,6 @@ from ring_torch.kernels.library import Documents, LaunchOptions
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 KNOWN, UNKNOWN = fa4.library.VERSIONS[0], "4.0.0b37"
-TILE = 8  # queries that the stub rounds lengths up to
-LOG2_E = 1.4426950408889634
-Window = tuple[int | None, int | None]
-
-
-def options_of(
-    scale: float, window: Window, *offsets: Tensor | None, sinks: Tensor | None = None
-) -> LaunchOptions:
-    """Return options of plain attention by what the library passes."""
-    documents = None
-    if offsets and offsets[0] is not None and offsets[1] is not None:
-        longest = int(offsets[0].diff().max()), int(offsets[1].diff().max())
-        documents = Documents(offsets[0], offsets[1], *longest)
-    return LaunchOptions(scale, None, window, documents, False, sinks=sinks)
-
-
-def in_rows(sums: Tensor, dim: int, length: int) -> Tensor:
-    """Return sums ``[..., H, tokens * D]`` as ``[..., length, H, D]``."""
-    tokens: Tensor = sums.unflatten(-1, (-1, dim))[..., :length, :]
-    return tokens.transpose(-2, -3)
 
 
 class Library:
@@ -65,18 +47,18 @@ class Library:
             _flash_attn_fwd=partial(self._forward), _flash_attn_bwd=partial(self._backward),
             _bwd_preprocess=partial(self._launched, "prepare"),
             _bwd_postprocess_convert=partial(self._launched, "round"),
-            _tile_size_bwd_sm90=lambda *_: SimpleNamespace(m_block_size=TILE),
+            _tile_size_bwd_sm90=lambda *_: SimpleNamespace(m_block_size=tiled.TILE),
         )  # fmt: skip
         self._functions: dict[str, tuple[Any, Callable[..., None]]] = {
             "forward": (self.module._flash_attn_fwd, self._forward_launch),
-            "backward": (self.module._flash_attn_bwd, self._backward_launch),
-            "prepare": (self.module._bwd_preprocess, self._prepare_launch),
-            "round": (self.module._bwd_postprocess_convert, self._round_launch),
+            "backward": (self.module._flash_attn_bwd, tiled.main),
+            "prepare": (self.module._bwd_preprocess, tiled.prepare),
+            "round": (self.module._bwd_postprocess_convert, tiled.rounded),
         }
         for function, _ in self._functions.values():
             function.compile_cache = {}
 
-    def _launched(self, name: str, *args: Any, key: Any = None, causal: bool = False) -> None:
+    def _launched(self, name: str, *args: Any, key: Any = None, **flag: bool) -> None:
         """Look a compiled function up, or compile it, and call it."""
         function, launch = self._functions[name]
         cache, key = function.compile_cache, args[1].dtype if key is None else key
@@ -84,7 +66,7 @@ class Library:
 
         def compiled(*args: Any) -> None:
             self.compiled[name] += 1
-            launch(*args, causal=causal)
+            launch(*args, **flag)
 
         if key not in cache:
             cache[key] = compiled
@@ -118,20 +100,6 @@ class Library:
         for x, into in zip(results, (out, lse), strict=True):
             into.copy_(x) if into is not None else None
 
-    def _prepare_launch(self, out: Tensor, dout: Tensor, *args: Any, causal: bool) -> None:
-        delta, lse, lse_log2, dq_sums, _, *none, ones, _, _ = args
-        assert none == [None] * 4 and ones == 1.0 and not causal
-        length = lse.shape[-1]
-        delta[..., :length] = (out * dout).sum(-1).mT
-        lse_log2[..., :length] = lse * LOG2_E
-        dq_sums.zero_()
-
-    def _round_launch(
-        self, sums: Tensor, grad: Tensor, scale: float, _: Tensor | None, *none: None, causal: bool
-    ) -> None:
-        assert none == (None,) * 3 and not causal
-        grad.copy_(in_rows(sums, grad.shape[-1], grad.shape[-3]) * scale)
-
     def _backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *,
         dq: Tensor | None, softmax_scale: float, deterministic: bool,
@@ -144,7 +112,7 @@ class Library:
         dq = torch.empty_like(q) if dq is None else dq
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         *batch, length, heads, dim = q.shape
-        padded, grouped = -(-length // TILE) * TILE, k.shape[-2] < heads
+        padded, grouped = -(-length // tiled.TILE) * tiled.TILE, k.shape[-2] < heads
         delta, lse_log2 = (lse.new_empty(*batch, heads, padded) for _ in range(2))
         dq_sums = lse.new_empty(*batch, heads, padded * dim)
         sums: Sequence[Tensor] = (dk, dv)
@@ -164,29 +132,6 @@ class Library:
             if grouped:
                 self.module._bwd_postprocess_convert(x, grad, scale, cu_seqlens_k)
         return dq, dk, dv
-
-    def _backward_launch(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse_log2: Tensor, delta: Tensor,
-        dq_sums: Tensor, dk: Tensor, dv: Tensor, scale: float, *rest: Any, causal: bool,
-    ) -> None:  # fmt: skip
-        *offsets, _, _, left, right = rest[:6]
-        *orders, aux, lists, _ = rest[6:]
-        assert aux == (None, None) and lists is None
-        for order in orders:
-            assert order is None or (order.dtype == torch.int32 and not order.any())
-        assert all(x.data_ptr() % 16 == 0 for x in (q, k, v, dout)), "misaligned address"
-        length, columns = q.shape[-3], k.shape[-3]
-        options = options_of(scale, (None, 0) if causal else (left, right), *offsets)
-        of_rows = lse_log2[..., :length] / LOG2_E, delta[..., :length]
-        dq, k_grad, v_grad = differentiated(q, k, v, dout, *of_rows, options)
-        # Sums are multiplied by the scale when they are rounded; gradients in their place are not.
-        in_rows(dq_sums, q.shape[-1], length).add_(dq / scale)
-        if dk.shape == k.shape:
-            dk.copy_(k_grad)
-            dv.copy_(v_grad)
-        else:
-            in_rows(dk, k.shape[-1], columns).add_(k_grad / scale)
-            in_rows(dv, v.shape[-1], columns).add_(v_grad)
 
     def public(
         self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: Window,
@@ -408,77 +353,36 @@ def test_calls_of_other_threads_are_not_noted(install: Install) -> None:
     assert by_hand.compile_cache is compiled
 
 
-COLUMNS = 20
-#: Items of 16 rows: one, or two over columns that overlap.
-ITEMS = {"one": ((0, 4),), "two": ((0, 0), (16, 4))}
-SPANS = OwnSpans(2, 3, 1, 4, 2, 5, COLUMNS)  # own keys 1-3 and 5-7 are in columns 2-4 and 7-9
-
-
-@pytest.mark.parametrize(
-    ("window", "items", "batch", "unaligned"),
-    [
-        *(((None, 0), items, batch, "") for items in ITEMS for batch in (1, 2)),
-        ((None, None), "one", 2, ""), ((5, 2), "two", 1, ""),
-        *(((None, 0), "two", 1, name) for name in ("q", "k", "v", "dout", "out")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("window", [(None, 0), (5, 2)])
 def test_a_split_backward(
-    window: Window, items: str, batch: int, unaligned: str, install: Install,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Its functions are asked for once; hooks may return ``out`` at any address."""
-    library, zeros, (left, right) = install(KNOWN), torch.zeros, window
-
-    def on_cpu(*sizes: int, device: object = None, **options: Any) -> Tensor:
-        del device
-        return zeros(*sizes, **options)
-
-    monkeypatch.setattr(torch, "zeros", on_cpu)
-    torch.manual_seed(0)
-    work = [
-        WorkItem(0, 0, 0, row, row + 16, column, column + 16, None if right is None else -right, left)
-        for row, column in ITEMS[items]
-    ]  # fmt: skip
-    q, dout = (torch.randn(batch, work[-1].q_stop, 4, 8) for _ in range(2))
-    k, v = (torch.randn(batch, COLUMNS, 2, 8) for _ in range(2))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    states = [
-        attended(
-            q[:, item.q_slice], k[:, item.k_slice], v[:, item.k_slice], options_of(0.3, window)
-        )
-        for item in work
-    ]
-    out, lse = torch.cat([x for x, _ in states], dim=1), torch.cat([x for _, x in states], dim=2)
-    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
-    q, k, v, dout, out = (
-        offset(x.detach()) if name == unaligned else x.detach() for name, x in named.items()
+    window: Window, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions are asked for once, whatever torch's default dtype is."""
+    library, zeros, launch = install(KNOWN), torch.zeros, Launch(window, heads=(4, 2))
+    monkeypatch.setattr(torch, "zeros", lambda *n, **x: zeros(*n, **x | {"device": "cpu"}))
+    q, k, v, dout = launch.tensors()
+    out, lse, grads = launch.whole(q, k, v, dout)
+    (batch, length, heads, dim), (left, right) = k.shape, window
+    keys, params = (
+        KVPayload.of(batch, length, heads, dim, dim, q.dtype, False),
+        KernelParams(Mask(), 0.3),
     )
-    keys = KVPayload.of(batch, 9, 2, 8, 8, torch.float32, False)
-    layout, params = KeyGradBuffer(keys, head_major=True), KernelParams(Mask(), 0.3)
+    item = WorkItem(0, 0, 0, 0, length, 0, length, None if right is None else -right, left)
     split = not_none(fa4.FA4.split_backward)
-    backward, rounding = split.backward(work, params), split.rounding(SPANS, keys, params)
-    torch.set_default_dtype(torch.bfloat16 if batch == 1 else torch.float32)
+    backward = split.backward([item], params)
+    rounding = split.rounding(OwnSpans(1, length, 0, 0, 0, 0, length), keys, params)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         for _ in range(2):
-            # Sums lie somewhere in a larger tensor; launches add to what is there.
-            flat = zeros(5 + 2 * batch * 2 * COLUMNS * 8, dtype=torch.float32)[5:]
-            held, sums = [KeyBlock(k, v)], Columns(layout, flat, COLUMNS, {})
-            results = [
-                torch.full_like(q, 7.0),
-                *(zeros(batch, 9, 2, 8, dtype=q.dtype) for _ in "kv"),
-            ]
+            # Sums lie somewhere in a larger tensor.
+            flat = zeros(5 + 2 * k.numel(), dtype=q.dtype)[5:]
+            results, held = [torch.empty_like(x) for x in (q, k, v)], [KeyBlock(k, v)]
+            sums = Columns(KeyGradBuffer(keys, head_major=True), flat, length, {})
             rows = Rows(partial(results.__getitem__, 0), "write")
-            backward.run(
-                QueryBlock(q), held, BackwardInputs(dout, out, lse.detach(), None), rows, sums
-            )
+            backward.run(QueryBlock(q), held, BackwardInputs(dout, out, lse, None), rows, sums)
             assert held == []
             rounding(flat, results[1], results[2])
-            torch.testing.assert_close(results[0], dq)
-            for x, grad in zip(results[1:], (dk, dv), strict=True):
-                expected = zeros(x.shape, dtype=x.dtype)
-                expected[:, 1:4], expected[:, 5:8] = grad[:, 2:5], grad[:, 7:10]
-                torch.testing.assert_close(x, expected)
+            torch.testing.assert_close(results, grads)
     finally:
         torch.set_default_dtype(torch.float32)
     assert library.asked == {"backward": 1 if window == (None, 0) else 2}  # rounding's are causal

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -14,38 +12,18 @@ import torch
 from backends.torch_ranks import Arrays, gather as put_together, run_rank
 from cases import CASES, Case
 from dense import dense
-from hypothesis import given, settings, strategies as st
 from patched import chosen
 from plain_flash import Returning, Writing
-from plans import programs, shown
 from tiled import KEYS, TiledKernel
 from tolerances import assert_close
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from views import strided
 
-from ring_core import (
-    Capabilities,
-    KernelConfig,
-    Mask,
-    Request,
-    WorkItem,
-    gather_program,
-    gather_refusals,
-    make_plan,
-    ring_program,
-)
+from ring_core import Capabilities, KernelConfig, Mask, Request, WorkItem, make_plan, ring_program
 from ring_core.programs import gather_work
 from ring_torch import ContextParallel
-from ring_torch.accumulate import (
-    Columns,
-    OneItem,
-    Rows,
-    mark_infinities,
-    merge_in_torch,
-    unseen_state,
-)
-from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
+from ring_torch.accumulate import mark_infinities
+from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.capture import ASSUMED_CAPABILITY
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
@@ -54,17 +32,9 @@ from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import library
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import Direction, HeadDims, LaunchOptions
-from ring_torch.launches.cache import KeptViews
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
-from ring_torch.records import (
-    AttentionState,
-    BackwardInputs,
-    KernelParams,
-    KeyBlock,
-    QueryBlock,
-    aligned,
-)
+from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.gather import Gather
 from ring_torch.transports import peer_copies
@@ -77,7 +47,6 @@ PLAIN, FORGETFUL = (
     FlashKernel(Writing(drops, takes_any_rows=True), CAN, clips_right_window=drops)
     for drops in (False, True)
 )
-RETURNING = FlashKernel(Returning(takes_any_rows=True), CAN)
 
 
 @dataclass(frozen=True)
@@ -100,71 +69,20 @@ def _padded_back(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDi
     return HeadDims(12, 8) if max(head_dim, v_head_dim) <= 8 else None
 
 
-NARROW = FlashKernel(
-    Narrow(takes_any_rows=True),
-    CAN,
-    head_dims=lambda _, *dims: HeadDims(8, 8) if max(dims) <= 8 else None,
-)
+def _narrow(_: Direction, *dims: int) -> HeadDims | None:
+    return HeadDims(8, 8) if max(dims) <= 8 else None
+
+
+NARROW = FlashKernel(Narrow(takes_any_rows=True), CAN, head_dims=_narrow)
 BACK = FlashKernel(Writing(takes_any_rows=True), CAN, head_dims=_padded_back)
 UNLIKE = FlashKernel(Narrow(takes_any_rows=True), CAN, head_dims=lambda *_: HeadDims(12, 8))
 
 
-@st.composite
-def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
-    """Draw a rank's items, in a ring and over gathered keys, and the pairs that each shows."""
-    program = draw(programs())
-    plan = program.plan
-    rank = draw(st.integers(0, plan.cp_size - 1))
-    items_of_rank = [
-        item for step in range(program.num_steps) for item in program.items(rank, step)
-    ]
-    if not gather_refusals(plan):
-        items_of_rank += [*gather_program(plan, rank).items, *gather_program(plan, rank).in_place]
-    return [(item, shown(plan, item)) for item in items_of_rank if item.tiles is None]
-
-
-@settings(max_examples=60)
-@given(
-    items(), st.integers(1, 2), st.sampled_from([None, 1.5]),
-    st.sampled_from([PLAIN, FORGETFUL, NARROW, UNLIKE, BACK]),
-)  # fmt: skip
-def test_any_item_is_its_dense_mask(
-    item_and_inputs: list[tuple[WorkItem, Any]],
-    batch: int,
-    softcap: float | None,
-    kernel: FlashKernel,
-) -> None:
-    params = KernelParams(Mask(), 0.3, softcap)
-    for item, cells in item_and_inputs:
-        rows, columns = cells.shape
-        shapes = ((batch, rows, 4, 3), (batch, columns, 2, 3), (batch, columns, 2, 5))
-        generator = torch.Generator().manual_seed(rows * columns)
-        q, k, v, dout = (
-            torch.randn(*shape, generator=generator) for shape in (*shapes, (batch, rows, 4, 5))
-        )
-        q, k, v = leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = _dense(q, k, v, torch.tensor(cells), params)
-        expected = torch.autograd.grad(out, leaves, dout)
-        q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
-        queries, keys = QueryBlock(q), KeyBlock(k, v)
-        into = unseen_state(q, 5, q.dtype)
-        merge_in_torch(into, *_attended(kernel, queries, keys, item, params))
-        _same(into.out, out)
-        _same(into.lse, lse)
-        upstream, backward = BackwardInputs(dout, out, lse, None), kernel.backward
-        alone = Rows(partial(torch.empty_like, q), "write"), OneItem(keys)
-        backward([item], params, adds=False).run(queries, [keys], upstream, *alone)
-        layout = KeyGradBuffer(
-            KVPayload.of(batch, columns, 2, 3, 5, torch.float32, False), head_major=False
-        )
-        flat, spans = torch.ones(layout.numel(columns)), {item: [(0, columns, True)]}
-        sums = (Rows(partial(torch.ones_like, q), "add"), Columns(layout, flat, columns, spans))
-        backward([item], params, adds=True).run(queries, [keys], upstream, *sums)
-        totals = sums[0].whole(), *layout.views(flat, columns)
-        grads = alone[0].whole(), *alone[1].grads
-        for actual, total, want in zip(grads, totals, expected, strict=True):
-            _same(actual, want)
-            _same(total, want + 1)
+#: Libraries of which each case of the ring runs one, if it has its head dims.
+LIBRARIES = {
+    "plain": PLAIN, "forgetful": FORGETFUL, "narrow": NARROW, "unlike": UNLIKE, "padded back": BACK,
+    "returning": FlashKernel(Returning(takes_any_rows=True), CAN),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,26 +129,6 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
         assert result.out[:, unseen].eq(0).all()
 
 
-@pytest.mark.parametrize("kernel", [PLAIN, NARROW, UNLIKE])
-@pytest.mark.parametrize("documents", [None, np.array([0, 2, 6])])
-def test_results_are_written_in_place_where_they_fit(
-    kernel: FlashKernel, documents: np.ndarray[Any, Any] | None
-) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 6, 2, dim) for dim in (5, 5, 8))
-    item = WorkItem(0, 0, 0, 0, 6, 0, 6, None, None, documents, documents)
-    rows, columns, params = QueryBlock(q), KeyBlock(k, v), KernelParams(Mask(), 1.0)
-    dst = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
-    result = kernel._attend(rows, columns, item, params, dst)
-    _same(result.out, _attended(kernel, rows, columns, item, params).out)
-    assert result.out.data_ptr() == dst.out.data_ptr()  # V's head dim is as it was
-    upstream = BackwardInputs(torch.randn_like(v), result.out, result.lse, None)
-    dq = torch.empty_like(q)
-    grads = kernel._backward_of(item, params)(rows, columns, upstream, dq, None)
-    assert grads.dq.is_contiguous()
-    assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
-
-
 def test_head_dims_that_a_library_lacks_are_refused() -> None:
     program = ring_program(make_plan(Mask(), seq_len=8, cp_size=1, layout="contiguous"))
     for dim, grad, kernel, reasons in (
@@ -240,33 +138,6 @@ def test_head_dims_that_a_library_lacks_are_refused() -> None:
         refusals = kernel.config_refusals(KernelConfig(), request, program)
         assert len(refusals) == reasons
         assert all(f"head dims {dim} and {dim}" in text for text in refusals)
-
-
-def test_rows_begin_at_multiples_of_16_bytes() -> None:
-    whole = torch.randn(2, 5, 3, 68).bfloat16()
-    narrow = whole[..., :64]
-    assert torch.equal(aligned(narrow), narrow)
-    assert all(stride % 8 == 0 for stride in aligned(narrow).stride()[:-1])
-    shifted = whole.view(-1)[4 : 4 + 128].view(1, 2, 1, 64)
-    assert torch.equal(aligned(shifted), shifted)
-    assert aligned(shifted).data_ptr() % 16 == 0
-    fitting = torch.randn(2, 5, 4, 64).bfloat16()[:, 1:, :2]
-    assert aligned(fitting) is fitting
-    with pytest.raises(AssertionError):
-        aligned(strided(fitting))
-
-
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, cells: Tensor, params: KernelParams
-) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` by definition; 0 and ``-inf`` where a row sees nothing."""
-    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) * params.scale
-    if params.softcap is not None:
-        scores = params.softcap * torch.tanh(scores / params.softcap)
-    lse = torch.where(cells, scores, -torch.inf).logsumexp(dim=-1)
-    safe = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
-    weights = torch.where(cells, (scores - safe).exp(), 0.0)
-    return torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(2, dim=2)), lse
 
 
 def _attended(
@@ -326,14 +197,15 @@ RING = {
 @pytest.mark.parametrize("name", RING)
 def test_in_the_ring(name: str, backend: Any) -> None:
     case, strategy = RING[name]
-    returns = case.cp_size == 1 and not (case.mask.cu_seqlens or case.mask.chunk_size)
-    parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), strategy, returns)
+    library = [*LIBRARIES][[*RING].index(name) % 5] if max(case.dims) <= 8 else "plain"
+    if case.cp_size == 1 and not (case.mask.cu_seqlens or case.mask.chunk_size):
+        library = "returning"
+    parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), strategy, library)
     assert_close(case, put_together(case, case.plan, parts))
 
 
-def _on_a_rank(rank: int, case: Case, strategy: str, returns: bool) -> Arrays:
-    """Return a rank's part of a case, by a kernel that returns its results or writes them."""
-    with chosen(RETURNING if returns else PLAIN):
+def _on_a_rank(rank: int, case: Case, strategy: str, library: str) -> Arrays:
+    with chosen(LIBRARIES[library]):
         return run_rank(rank, case, ("auto", case.moved(strategy), "auto"), None, cuda=False)
 
 
@@ -391,25 +263,6 @@ def test_tiles_of_all_launches_are_the_same(
         assert error < 1e-5
 
 
-def test_kept_views_end_with_their_buffer() -> None:
-    made: list[int] = []
-
-    def halves(x: Tensor) -> list[Tensor]:
-        made.append(x.data_ptr())
-        return list(x.split(2))
-
-    views, buffer = KeptViews(halves), torch.zeros(4)
-    assert views(buffer) is views(buffer)
-    assert len(made) == 1
-    view = ref(views(buffer)[0])
-    other = torch.ones(4)
-    assert bool((views(other)[1] == 1).all()) and len(made) == 2
-    assert view() is None
-    view = ref(views(other)[0])
-    del other
-    assert view() is None
-
-
 TOKENS = 32768
 
 
@@ -420,12 +273,10 @@ def resolved(rank: int, mask: Mask, layout: Any = "zigzag", **options: Any) -> G
     """
     kernel: Kernel = options.pop("kernel", fa4.FA4)
     grad, hopper = options.pop("grad", True), ASSUMED_CAPABILITY.set((9, 0))
-    patches = (
-        patch.object(library, "is_known", lambda: True),
-        patch.object(peer_copies, "fits_one_kernel", lambda *_: True),
-    )
+    is_known = patch.object(library, "is_known", lambda: True)
+    is_short = patch.object(peer_copies, "fits_one_kernel", lambda *_: True)
     try:
-        with FakeTensorMode(), chosen(kernel, *patches):
+        with FakeTensorMode(), chosen(kernel, is_known, is_short):
             shapes = ((1, TOKENS // 4, heads, 64) for heads in (64, 8))
             q, k = (torch.empty(x, device="cuda", dtype=torch.bfloat16) for x in shapes)
             asked = CallOptions(mask=mask, strategy="gather", transport="symm_mem", **options)
@@ -446,37 +297,31 @@ def _windowed(keys: int, **rules: Any) -> Mask:
     return Mask(causal=True, window=(keys - 1, 0), **rules)
 
 
-@pytest.mark.parametrize(
-    ("keys", "layout"),
-    [(128, "contiguous"), *((keys, "zigzag") for keys in (128, 130, 200, 513, 1000))],
-)
-def test_a_layer_with_a_causal_window_has_one(keys: int, layout: Any) -> None:
+#: Masks and options; True where the backward is split, and where fetches are in its tiles, too.
+LAYERS: dict[str, tuple[Mask, dict[str, Any], bool, bool]] = {
+    "128 contiguous": (_windowed(128), {"layout": "contiguous"}, True, True),
+    **{str(keys): (_windowed(keys), {}, True, True) for keys in (128, 130, 200, 513, 1000)},
+    # Another kernel may compute the gradient of lse, by what was saved.
+    "return_lse": (_windowed(128), {"return_lse": True}, False, False),
+    "grad": (_windowed(128), {"grad": False}, False, False),
+    "softcap": (_windowed(128), {"softcap": 5.0}, False, False),
+    "deterministic": (_windowed(128), {"deterministic": True}, False, False),
+    "kernel": (_windowed(128), {"kernel": EagerKernel()}, False, False),
+    "documents": (_windowed(128, cu_seqlens=(0, 1000, TOKENS)), {}, False, False),
+    # The window would end inside a tile that the next rows need.
+    "right": (Mask(window=(127, 100)), {}, False, False),
+    "lse of whole tiles": (Mask(causal=True), {"return_lse": True}, True, False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_which_layers_have_a_split_backward(name: str) -> None:
+    mask, options, splits, in_tiles = LAYERS[name]
     for rank in range(4):
-        strategy = resolved(rank, _windowed(keys), layout)
-        assert _split(strategy) == (True, fa4.KEYS)
-        if keys == 128:
+        strategy = resolved(rank, mask, **options)
+        assert _split(strategy) == (splits, fa4.KEYS if in_tiles else 1)
+        if name.startswith("128"):
             gathered = strategy.forward_spec.gather
             assert not strategy.own_work.launches and strategy.rounding is not None
             assert len(gather_strategy._own_spans(strategy.own_fetches, gathered.length)) == 1
             assert len({item.q_stop - item.q_start for item in gathered.items}) == 1
-
-
-#: Masks and options, and True where the backward is split, though no tile of fetches is.
-OTHERS: dict[str, tuple[Mask, dict[str, Any], bool]] = {
-    # Another kernel may compute the gradient of lse, by what was saved.
-    "return_lse": (_windowed(128), {"return_lse": True}, False),
-    "grad": (_windowed(128), {"grad": False}, False),
-    "softcap": (_windowed(128), {"softcap": 5.0}, False),
-    "deterministic": (_windowed(128), {"deterministic": True}, False),
-    "kernel": (_windowed(128), {"kernel": EagerKernel()}, False),
-    "documents": (_windowed(128, cu_seqlens=(0, 1000, TOKENS)), {}, False),
-    # The window would end inside a tile that the next rows need.
-    "right": (Mask(window=(127, 100)), {}, False),
-    "lse of whole tiles": (Mask(causal=True), {"return_lse": True}, True),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_others_fetch_what_they_see(name: str) -> None:
-    mask, options, splits = OTHERS[name]
-    assert _split(resolved(1, mask, **options)) == (splits, 1)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from on_ranks import on_ranks
+from refused import refused
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -239,8 +240,7 @@ def test_scores_become_options(name: str) -> None:
 @pytest.mark.parametrize("name", OTHER_SCORES)
 def test_other_scores_are_refused(name: str) -> None:
     mod, message = OTHER_SCORES[name]
-    with pytest.raises(ModError, match=message):
-        options_with(mod, Mask())
+    refused(message, options_with, mod, Mask(), error=ModError)
 
 
 # On ranks ----------------------------------------------------------------------------------------
@@ -461,14 +461,9 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         (f"{unsupported}the mask_mod <lambda> reads the number 24", mask(lambda b, h, q, k: q - k < own, own)),
         (f"{unsupported}the mask_mod <lambda> computes aten.pow", mask(lambda b, h, q, k: (q - k) ** 2 < 9)),
         (f"{wrong}Attend: a block mask over 24 queries and 48 keys", mask(causal, own, T)),
-        (f"{wrong}Attend: a block mask over 40 queries and 40 keys", mask(causal, 40)),
         (f"{unsupported}the score_mod <lambda> ends in aten.sigmoid", {"score_mod": OTHER_SCORES["sigmoid"][0]}),
         (f"{unsupported}the score_mod <lambda> reads the number 24",
          {"score_mod": lambda s, b, h, q, k: s + (q - k) / own}),
-        (f"{unsupported}the score_mod <lambda> reads the number 23",
-         {"score_mod": lambda s, b, h, q, k: s + TABLE[h, 0, q - k + (own - 1)]}),
-        (f"{unsupported}the score_mod <lambda> reads places 0 to 47 of a tensor of (40,)",
-         {"score_mod": lambda s, b, h, q, k: s + SHORT[q]}),
         (f"{unsupported}the score_mod <lambda> reads places 0 to 47 of a tensor of (40,)",
          {"score_mod": lambda s, b, h, q, k: s + SHORT[(q - k).abs()]}),
         (f"{wrong}flex_attention takes return_lse=True or return_aux",
@@ -486,20 +481,21 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     whole: Any = torch.compile(Attend(), backend="aot_eager", fullgraph=True)
     replace_sdpa(whole._orig_mod, cp)
     holder = Biased()
-    with pytest.raises(RuntimeError, match=r"reads a Biased, .* compile without fullgraph=True"):
-        whole(q, k, v, {"score_mod": lambda s, b, h, i, j: s + holder.bias[h, i]})
-    for score in (
-        lambda s, b, h, i, j: s + learned(h, i), scaled(learned),
-        lambda s, b, h, i, j: s + HOLDER.bias[h, i], lambda s, b, h, i, j: s + TABLES["bias"][h, i],
+    for read, score in (
+        ("Biased", lambda s, b, h, i, j: s + holder.bias[h, i]),
+        ("trained tensor", lambda s, b, h, i, j: s + learned(h, i)), ("trained tensor", scaled(learned)),
+        ("trained tensor", lambda s, b, h, i, j: s + HOLDER.bias[h, i]),
+        ("trained tensor", lambda s, b, h, i, j: s + TABLES["bias"][h, i]),
     ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=r"reads a trained tensor, .* compile without"):
-            whole(q, k, v, {"score_mod": score})
+        said = rf"reads a {read}, .* compile without fullgraph=True"
+        refused(said, whole, q, k, v, {"score_mod": score}, error=RuntimeError)
     roles = nn.ModuleDict({"text": Attend(), "other": Attend(), "near": Attend()})
     replace_sdpa(roles, cp, whole_keys=("text",), sharded_keys=("other",), local=("near",))
-    with pytest.raises(UnsupportedError, match="with keys that every rank holds whole"):
-        roles["text"](q, k, v, {"block_mask": keep})
-    with pytest.raises(UnsupportedError, match="over keys of another"):
-        roles["other"](q, k, v, {"block_mask": keep})
+    for role, said in (
+        ("text", "with keys that every rank holds whole"),
+        ("other", "over keys of another"),
+    ):
+        refused(said, roles[role], q, k, v, {"block_mask": keep}, error=UnsupportedError)
     near = block_mask(causal, own)
     expected, *_ = expected_of([q, k, v], causal, None, None)
     torch.testing.assert_close(roles["near"](q, k, v, {"block_mask": near}), expected)
@@ -507,8 +503,7 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     torch.testing.assert_close(cp.unshard(roles["other"](q, k, v, {}), dim=2), full)
     handle = replace_sdpa(long_model := Attend(), cp)
     handle.documents = (0, T + 4)
-    with pytest.raises(ValueError, match="documents end at 52"):
-        long_model(q, k, v, {"block_mask": keep})
+    refused("documents end at 52", long_model, q, k, v, {"block_mask": keep})
 
 
 @on_ranks
@@ -533,8 +528,9 @@ def test_masks_that_change_are_seen() -> None:
             expected, *_ = expected_of(whole, mod, None, None)
             torch.testing.assert_close(cp.unshard(out, dim=2), expected)
     state["width"] = 30
-    with pytest.raises(UnsupportedError, match="does not show what the block mask's blocks show"):
-        attend(q, k, v, {"block_mask": made})
+    refused(
+        "does not show what the block mask's blocks show", attend, q, k, v, {"block_mask": made}
+    )
 
     class Root(nn.Sequential):
         def forward(self, x: Tensor, mod: Mod) -> Tensor:  # type: ignore[override]
@@ -546,8 +542,7 @@ def test_masks_that_change_are_seen() -> None:
     replace_sdpa(root, cp)
     x = cp.shard(torch.randn(1, T - 5, DIM), pad=True)
     assert root(x, causal).isfinite().all()
-    with pytest.raises(UnsupportedError, match="would see the padding"):
-        root(x, MASKS["window on both sides"][0])
+    refused("would see the padding", root, x, MASKS["window on both sides"][0])
 
 
 @on_ranks

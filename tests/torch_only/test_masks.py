@@ -7,7 +7,6 @@ may change between the two, as a rule that layers share and set anew.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,24 +16,23 @@ import numpy as np
 import pytest
 import torch
 from blocks import NEGATIVE
-from on_ranks import on_ranks, on_two_ranks
+from dense import sdpa
+from on_ranks import on_two_ranks
 from predicates import PREDICATES, T, expected, inputs, very_negative_bias
 from tolerances import assert_close
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import ring_torch
 from ring_core import Mask
 from ring_core.reference.dense import bias_shift as reference_shift
-from ring_torch import ContextParallel, autograd, ring_attention
+from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import rules
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.strategies import bias_shift
 
-B, LENGTH, H, D = 2, 48, 2, 8
-RANKS = 3
+LENGTH, D = 48, 8
 
 
 WAYS = {
@@ -64,79 +62,17 @@ def test_they_agree_with_real_numbers(name: str, backend: Any) -> None:
         )  # fmt: skip
 
 
-def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return q, k and v; a bias that hides 16 tokens on the left from others; the visible pairs."""
+def _padded() -> tuple[list[Tensor], Tensor]:
+    """Return q, k and v, and a bias that hides 16 tokens on the left from all others."""
     torch.manual_seed(0)
-    positions = torch.arange(LENGTH)
     bias = torch.zeros(1, 1, LENGTH, LENGTH)
-    bias[..., :16] = low
-    visible = (positions[:, None] >= positions) & ((positions[:, None] < 16) | (positions >= 16))
-    return [torch.randn(B, LENGTH, H, D) for _ in range(3)], bias, visible
-
-
-@pytest.mark.nightly(unless=["checked-balanced", "checkpoint-gather"])
-@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
-@pytest.mark.parametrize("way", ["compiled", "checkpoint", "checked"])
-@on_ranks
-def test_ways_to_call(way: str, strategy: str) -> None:
-    """They give what a plain call does; the check counts the shift, the helpers' part, and ids."""
-    torch._dynamo.reset()
-    cp = ContextParallel(layout="contiguous")
-    qkv, bias, _ = _padded(-1e10)
-    leaves = [cp.shard(x).requires_grad_() for x in qkv]
-    rows = cp.shard(bias, dim=2).requires_grad_()
-    weights = cp.shard(torch.linspace(-1, 1, LENGTH), dim=0)
-    ids = cp.shard(torch.zeros(B, LENGTH, dtype=torch.int32)) if way != "checkpoint" else None
-
-    def attend(*x: Tensor) -> Any:
-        return cp.attention(
-            *x, bias=rows, causal=True, segment_ids=ids, strategy=strategy, return_lse=True
-        )
-
-    call: Any = {
-        "compiled": torch.compile(attend, backend="aot_eager", fullgraph=True),
-        "checkpoint": partial(checkpoint, attend, use_reentrant=False),
-        "checked": attend,
-    }[way]
-    results = []
-    for function, checked in ((attend, False), (call, way == "checked")):
-        with ring_torch.check() if checked else nullcontext():
-            out, lse = function(*leaves)
-            loss = out.square().sum() + (lse * weights).sum()
-            results.append([out, lse, *torch.autograd.grad(loss, (*leaves, rows))])
-    torch.testing.assert_close(*results)
-    # A constant added to a whole row changes nothing but its ``lse``.
-    added = results[0][-1].sum(dim=-1)[0, 0]
-    torch.testing.assert_close(added, weights * B * H, rtol=1e-4, atol=1e-4)
-
-
-#: Arguments of calls, and True if rows are looked at for a shift.
-SHIFTED: dict[str, tuple[tuple[str, ...], bool]] = {
-    "no bias": ((), False), "a mask alone": (("mask",), False), "sinks": (("bias", "sinks"), False),
-    "a mask beside a bias": (("mask", "bias"), True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHIFTED)
-@on_ranks
-def test_what_needs_no_shift_has_none(name: str) -> None:
-    arguments, shifts = SHIFTED[name]
-    cp = ContextParallel(layout="contiguous")
-    qkv, bias, seen = _padded(0.0)
-    given: Any = {
-        "mask": cp.shard(seen, dim=0),
-        "bias": cp.shard(bias, dim=2),
-        "sinks": torch.zeros(H),
-    }
-    with patch.object(autograd, "bias_shift", side_effect=AssertionError) as looked:
-        with pytest.raises(AssertionError) if shifts else nullcontext():
-            cp.attention(*map(cp.shard, qkv), **{name: given[name] for name in arguments})
-        assert looked.called is shifts
+    bias[..., :16] = -1e10
+    return [torch.randn(2, LENGTH, 2, D) for _ in range(3)], bias
 
 
 def test_rows_are_looked_at_in_blocks() -> None:
     """Rows are read in blocks of 7, the last of which is shorter."""
-    qkv, bias, _ = _padded(-1e10)
+    qkv, bias = _padded()
     bias[..., -9:, :] = -1e6
     call = partial(ring_attention, *qkv, bias=bias, causal=True, return_lse=True)
     whole = call()
@@ -152,7 +88,7 @@ def test_rows_are_looked_at_in_blocks() -> None:
 
 def test_infinity_and_nan_leave_a_row_its_shift() -> None:
     """The shift is the largest finite number that a row sees, as in the reference."""
-    (q, k, v), bias, _ = _padded(-1e10)
+    (q, k, v), bias = _padded()
     bias[..., 2, 1], bias[..., 3, 0], bias[..., 4, :] = torch.inf, torch.nan, torch.inf
     arrays = SimpleNamespace(bias=bias.numpy(), sinks=None)
     for causal in (False, True):
@@ -207,20 +143,11 @@ def test_a_rule_that_layers_set_anew() -> None:
             mine, theirs = hidden, right
             for width in (60, 5, 60):  # set anew after each forward, before any backward
                 rule.width = width
-                mine, lse = cp.attention(
-                    mine, mine, mine, mask=mask or Mask(predicate=predicate), return_lse=True
-                )
-                dense = Mask(predicate=predicate).dense(np.arange(T), np.arange(T))
-                heads = theirs.transpose(1, 2)
-                scores = (heads @ heads.mT * D**-0.5).masked_fill(
-                    ~torch.from_numpy(dense), -torch.inf
-                )
-                theirs, lse_right = (
-                    (scores.softmax(-1) @ heads).transpose(1, 2),
-                    scores.logsumexp(-1),
-                )
-            (mine.square().sum() + lse.sum()).backward()
-            (theirs.square().sum() + lse_right.sum()).backward()
+                mine = cp.attention(mine, mine, mine, mask=mask or Mask(predicate=predicate))
+                shown = Mask(predicate=predicate).dense(np.arange(T), np.arange(T))
+                theirs = sdpa(theirs, theirs, theirs, attn_mask=torch.from_numpy(shown))
+            mine.square().sum().backward()
+            theirs.square().sum().backward()
             assert hidden.grad is not None and right.grad is not None
             torch.testing.assert_close(cp.unshard(mine.detach()), theirs.detach())
             torch.testing.assert_close(cp.unshard(hidden.grad), right.grad)

@@ -490,7 +490,7 @@ def _ones(name: str, **shapes: tuple[int, ...]) -> Callable[[ContextParallel], A
     return lambda cp: getattr(cp, name)(**arguments)
 
 
-#: What does not fit together; wrong values of each argument are in test_wrong_values.py.
+#: What does not fit together; wrong values of each argument are in test_bad_input.py.
 BAD: dict[str, tuple[Callable[[ContextParallel], Any], str]] = {
     "a rank's tokens": (_attention(k=torch.ones(B, 7, H, K)), "k must be"),
     "heads": (_ones("simple_gla", q=(B, 8, 2, K), k=(B, 8, 2, K), v=(B, 8, 3, K)), "HV, the 3 heads .* must be a multiple of H"),

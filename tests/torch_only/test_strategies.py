@@ -7,19 +7,21 @@ ranks, with a ring or a gather between them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from cases import CASES, Case
+import torch.distributed as dist
+from cases import CASES, Case, prefix
 from mutants import BUFFER_MUTANTS, GATHERED_MUTANTS, GROUP_MUTANTS, HEAD_MUTANTS
 from on_ranks import on_four_ranks
+from refused import refused
 from tolerances import assert_close
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import ring_torch
 from ring_core import (
@@ -31,7 +33,6 @@ from ring_core import (
 )
 from ring_core.base.config import OUTER_NAMES
 from ring_core.programs.grid import ulysses_sizes
-from ring_torch.local import LocalRanks
 
 
 def hybrid(outer: Any, size: int | None = 2) -> StrategyConfig:
@@ -182,30 +183,6 @@ def test_gradients_of_copies_are_rounded_once(dtype: str, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy="ulysses"))
 
 
-@on_four_ranks
-def test_explain_shows_padding_and_copies() -> None:
-    for heads, shown in (((14, 2), True), ((8, 4), False)):
-        q, k, v = (torch.ones(1, 4, n, 8) for n in (heads[0], heads[1], heads[1]))
-        text = ring_torch.ContextParallel().explain(q, k, v, strategy="ulysses")
-        words = "14 query heads in 16 places (12% padding), 2 K/V heads in 4"
-        assert (words in text) == ("places" in text) == shown
-
-
-@pytest.mark.nightly(unless=["1-gather", "2-ring", "None-ring"])
-@pytest.mark.parametrize("outer", OUTER_NAMES)
-@pytest.mark.parametrize("size", [1, 2, 4, None])
-def test_groups_of_every_size(size: int | None, outer: Any, backend: Any) -> None:
-    case = Case("hybrid", Mask(causal=True), "zigzag", 4, 32, heads=(8, 4))
-    assert_close(case, backend.run(case, strategy=hybrid(outer, size)))
-
-
-def _prefix(q_pos: Any, k_pos: Any) -> Any:
-    return (k_pos <= q_pos) | (k_pos < 6)
-
-
-PREFIX = Mask(predicate=_prefix)
-
-
 def attend(
     rank: int, strategy: Any = None, *, heads: tuple[int, int] = (4, 2), length: int = 8, **options: Any
 ) -> list[Tensor]:  # fmt: skip
@@ -221,18 +198,13 @@ def attend(
 
 #: A bias of 4 ranks with 5,120 tokens each: all numbers are one in memory.
 BIAS = torch.zeros(1, 1, 1, 1).expand(1, 1, 5120, 20480)
-#: Calls that are refused before anything is sent, and words of the error.
+#: Calls that are refused before anything is sent, and words of the error; other groups are refused
+#: in the tests of core.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "striped": (
-        {"layout": "striped"}, "layout 'striped' gives a group of ranks tokens that outer='ring'"
-    ),
-    "divides": (
-        {"strategy": hybrid("gather", 3)}, "ulysses_size=3: it does not divide 4 ranks"
-    ),
-    "heads": ({"strategy": hybrid("ring", 8)}, "ulysses_size=8: q has 4 heads"),
+    "divides": ({"strategy": hybrid("gather", 3)}, "ulysses_size=3: it does not divide 4 ranks"),
     "transport": ({"transport": "symm_mem"}, "strategy 'hybrid' sends messages"),
     "predicate": (
-        {"strategy": hybrid("gather"), "mask": PREFIX}, "outer='gather': strategy 'gather' over "
+        {"strategy": hybrid("gather"), "mask": Mask(predicate=prefix)}, "outer='gather': strategy 'gather' over "
     ),
     "few heads": (
         {"strategy": "ulysses", "heads": (3, 1)},
@@ -249,103 +221,41 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @on_four_ranks
 def test_what_is_refused(rank: int, name: str) -> None:
     options, words = WRONG[name]
-    with pytest.raises(UnsupportedError, match=words):
-        attend(rank, **options)
-
-
-def test_one_rank_has_no_groups_of_two() -> None:
-    with pytest.raises(UnsupportedError, match="ulysses_size=2: it does not divide 1 ranks"):
-        attend(0)
-    assert attend(0, hybrid("ring", None))[0].shape == (1, 8, 4, 16)
-
-
-def differ(rank: int, on_last: dict[str, Any]) -> str:
-    """Return the error of each rank when the last rank makes another call."""
-    with pytest.raises(RankMismatchError) as error:
-        attend(rank, **(on_last if rank == 3 else {}))
-    return str(error.value)
+    refused(words, attend, rank, **options, error=UnsupportedError)
 
 
 @pytest.mark.parametrize(
     ("on_last", "words"),
     [
-        ({"strategy": "ring"}, "strategy is 'ring' there and 'hybrid' here"),
-        ({"strategy": hybrid("ring", 4)}, "ulysses_size is 4 there and 2 here"),
-        ({"strategy": hybrid("gather")}, "outer is 'gather' there and 'ring' here"),
-        ({"heads": (6, 2)}, "q is [1, 8, 6, 16, 'float32'] there and [1, 8, 4, 16"),
+        ({"strategy": "ring"}, "strategy is '(ring|hybrid)'"),
+        ({"strategy": hybrid("ring", 4)}, "ulysses_size is [24]"),
+        ({"strategy": hybrid("gather")}, "outer is '(gather|ring)'"), ({"heads": (6, 2)}, r"q is \[1, 8, [64], 16"),
     ],
-    ids=["strategy", "ulysses_size", "outer", "heads"],
-)
-def test_unlike_calls_are_named(on_last: dict[str, Any], words: str) -> None:
-    with LocalRanks(4, timeout=10) as pool:
-        texts = pool.run(differ, on_last)
-    assert any(words in text for text in texts)
-    assert all("ranks 2 and 3" in x or "ranks 3 and 0" in x for x in texts)
-
-
-def on_hosts(rank: int, hosts: str) -> str:
-    """Return the plan of a call without a group size, or its error, on ranks with these hosts."""
-    with patch("platform.node", lambda: hosts[rank]):
-        try:
-            attend(rank, hybrid("gather", None))
-        except UnsupportedError as error:
-            return str(error)
-        q, k, v = (torch.ones(1, 8, heads, 16) for heads in (4, 2, 2))
-        return ring_torch.ContextParallel().explain(q, k, v, strategy=hybrid("gather", None))
+)  # fmt: skip
+@on_four_ranks
+def test_unlike_calls_are_named(rank: int, on_last: dict[str, Any], words: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    with pytest.raises(RankMismatchError, match=rf"(?s)(?=.*ranks (2 and 3|3 and 0)).*{words}"):
+        attend(rank, group=group, **(on_last if rank == 3 else {}))
 
 
 @pytest.mark.parametrize(
     ("hosts", "words"),
     [
-        ("aabb", ["heads with ranks 0, 1", "then gather with ranks 0, 2"]),
-        ("aaab", ["hosts have unlike numbers of ranks: a 3, b 1", "by ulysses_size"]),
-        ("abab", ["ranks of one host are not consecutive", "by ulysses_size"]),
+        ("aabb", r"heads with ranks 0, 1(.|\n)*then gather with ranks 0, 2"),
+        ("aaab", r"hosts have unlike numbers of ranks: a 3, b 1(.|\n)*by ulysses_size"),
     ],
 )
-def test_hosts_are_found(hosts: str, words: list[str]) -> None:
-    with LocalRanks(4, timeout=30) as pool:
-        texts = pool.run(on_hosts, hosts)
-    for text in words:
-        assert text in texts[0]
-
-
-@pytest.mark.parametrize("outer", OUTER_NAMES)
 @on_four_ranks
-def test_right_calls_pass_the_check(rank: int, outer: str) -> None:
-    ids = (torch.arange(8).expand(1, 8) // 5).int()
-    options: dict[str, Any] = {"segment_ids": ids, "dropout_p": 0.2, "dropout_seed": 5}
-    with ring_torch.check():
-        attend(rank, hybrid(outer))
-        for heads in (1, 4):
-            bias = torch.randn(1, heads, 8, 32).requires_grad_()
-            attend(rank, hybrid(outer), sinks=torch.zeros(4), bias=bias, **options)
-
-
-@pytest.mark.nightly(unless=["window-ring"])
-@pytest.mark.parametrize("outer", OUTER_NAMES)
-@pytest.mark.parametrize("options", [{}, {"window": (5, 0)}], ids=["plain", "window"])
-@on_four_ranks
-def test_compiled_and_checkpointed(rank: int, options: dict[str, Any], outer: str) -> None:
-    torch.manual_seed(rank)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return ring_torch.ring_attention(
-            q, k, v, causal=True, layout="zigzag", strategy=hybrid(outer), **options
-        )
-
-    def again(*x: Tensor) -> Any:
-        return checkpoint(run, *x, use_reentrant=False)
-
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(run, backend=graphs, fullgraph=True)
-    for _call in range(2):  # new inputs, the same graph
-        qkv = [torch.randn(1, 8, heads, 16).requires_grad_() for heads in (4, 2, 2)]
-        results = []
-        for function in (run, compiled, again):
-            out = function(*qkv)
-            results.append([out.detach(), *torch.autograd.grad(out.square().sum(), qkv)])
-        for other in results[1:]:
-            torch.testing.assert_close(other, results[0], rtol=0, atol=0)
-    assert graphs.frame_count == 1
-    with pytest.raises(UnsupportedError, match="no second derivative"):
-        torch.autograd.grad(run(*qkv).sum(), qkv, create_graph=True)
+def test_hosts_are_found(rank: int, hosts: str, words: str) -> None:
+    """They are the groups of a call without a size, or the error says why they are not."""
+    group: Any = dist.new_group()
+    strategy = hybrid("gather", None)
+    with patch("platform.node", lambda: hosts[rank]):
+        try:
+            attend(rank, strategy, group=group)
+            q, k = (torch.ones(1, 8, heads, 16) for heads in (4, 2))
+            said = ring_torch.ContextParallel(group).explain(q, k, k, strategy=strategy)
+        except UnsupportedError as error:
+            said = str(error)
+    assert rank or re.search(words, said), said

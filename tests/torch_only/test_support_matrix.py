@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,11 +14,7 @@ import torch
 from benchmarks.common.cases import Setting
 from benchmarks.development.host_causes import Repeated
 from benchmarks.development.host_stubs import as_stubbed_rank
-from ring_core import Mask, StrategyConfig, UnsupportedError
 from ring_torch import ring_attention
-from ring_torch.comm.ranks import Ranks
-from ring_torch.options import CallOptions
-from ring_torch.prepare import check_call
 from ring_torch.tools.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
@@ -27,33 +23,6 @@ TABLES = {
     "kernels with options": ("`fa4`", "`triton`", "`eager`"),
     "kernels of libraries": ("`fa3`", "`cudnn`", "`fa2`", "`sdpa`"),
 }
-BATCH, HEADS, TOKENS, RANKS = 1, 8, 64, 4
-LOCAL = TOKENS // RANKS
-STRATEGIES: dict[str, str | StrategyConfig] = {
-    "`balanced`": "balanced", "`ring`": "ring", "`gather`": "gather", "`ulysses`": "ulysses",
-    "hybrid, ring": StrategyConfig("hybrid", ulysses_size=2, outer="ring"),
-    "hybrid, gather": StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
-}  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal, window": {"causal": True, "window": (9, 0)},
-    "`cu_seqlens`": {"causal": True, "cu_seqlens": (0, 20, TOKENS)},
-    "`chunk_size`": {"causal": True, "chunk_size": 16},
-    "predicate": {"mask": Mask(predicate=lambda q, k: (q - k) % 3 == 0)},
-    "`segment_ids`": {"segment_ids": torch.zeros(BATCH, LOCAL, dtype=torch.int32)},
-    "`bias`": {"bias": torch.zeros(BATCH, HEADS, LOCAL, TOKENS)},
-    "`sinks`": {"sinks": torch.zeros(HEADS)}, "`softcap`": {"softcap": 5.0},
-    "`alibi_slopes`": {"alibi_slopes": torch.ones(HEADS)},
-    "`dropout_p`": {"dropout_p": 0.1, "dropout_seed": 1}, "`return_lse`": {"return_lse": True},
-    "3 K/V heads": {}, "2 query heads": {},
-}  # fmt: skip
-#: Sentences of the page that chooses a strategy.
-EXCEPTIONS = (
-    "Every strategy takes every mask and every option, with these exceptions: - predicates run under `ring`, "
-    '`balanced`, `ulysses` and `hybrid` with `outer="ring"`, not where keys are gathered; - `ulysses` needs '
-    "at least as many query heads as ranks; `hybrid` needs as many as its groups have ranks."
-)
-#: Query and K/V heads, where not 8 and 2.
-COUNTS = {"3 K/V heads": (9, 3), "2 query heads": (2, 1)}
 
 
 def shown(name: str) -> str:
@@ -81,52 +50,24 @@ def test_support_matrix_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert header == {x for kernels in TABLES.values() for x in kernels}
 
 
-def takes(option: str, strategy: str | StrategyConfig) -> bool:
-    """Return if a strategy takes a call with an option on four ranks."""
-    heads = COUNTS.get(option, (HEADS, 2))
-    q, k = (torch.zeros(BATCH, LOCAL, n, 16) for n in heads)
-    options = CallOptions(strategy=strategy, **OPTIONS[option])
-    try:
-        check_call(Ranks(None, 0, RANKS), 0, "contiguous", q, k, k, options)
-    except UnsupportedError:
-        return False
-    return True
-
-
-def test_every_strategy_takes_every_option_with_the_exceptions_on_the_page() -> None:
-    refused = {(x, name) for x in OPTIONS for name, y in STRATEGIES.items() if not takes(x, y)}
-    assert refused == {
-        ("predicate", "`gather`"), ("predicate", "hybrid, gather"), ("2 query heads", "`ulysses`"),
-    }  # fmt: skip
-    page = " ".join((PAGE.parent / "which-strategy.md").read_text().split())
-    assert page.count(EXCEPTIONS) == 1
-
-
 ARCHITECTURE = (PAGE.parent / "architecture.md").read_text()
-#: Rows of the table, by their numbers, and what a call runs there, forward and backward.
-BOTH = {
+#: Rows of the table by their numbers, and what a call runs there in order, forward and backward.
+CALL = {
     "1": "attention.py: ring_attention", "2": "prepare.py: check_call",
     "3": "autograd.py: AttentionFunction.forward",
 }  # fmt: skip
-END = {"8": "accumulate.py: Accumulator.attend"}
-BACK = {"11": "autograd.py: AttentionFunction.backward"}
-RING = BOTH | {
+LAUNCH, BACK = "accumulate.py: Accumulator.attend", "autograd.py: AttentionFunction.backward"
+RING = CALL | {
     "5": "strategies/ring.py: Ring.forward", "4": "comm/handshake.py: agree",
-    "6": "comm/ranks.py: Ranks.rotate",
-} | END  # fmt: skip
-RING_BACK = BACK | {
-    "12": "strategies/ring.py: Ring.backward", "13": "accumulate.py: one_by_one",
+    "6": "comm/ranks.py: Ranks.rotate", "8": LAUNCH,
+}, {
+    "11": BACK, "12": "strategies/ring.py: Ring.backward", "13": "accumulate.py: one_by_one",
     "14": "strategies/ring.py: RotatingKeyGrads.hop",
 }  # fmt: skip
-GATHER = BOTH | {"5": "strategies/gather.py: Gather.forward"} | END
-GATHER_BACK = BACK | {"12": "strategies/gather.py: Gather.backward"}
-#: Words of the picture, in its order, and the functions that they stand for.
-PICTURE = {
-    "ring_attention(": "ring_attention", "check_call": "check_call",
-    "AttentionFunction.forward": "AttentionFunction.forward", "forward_pass": "forward_pass",
-    "attend(call, inputs)": "attend", "call.strategy.forward": "Ring.forward", "agree:": "agree",
-    "send K/V": "Ranks.rotate", "results.attend": "Accumulator.attend",
-}  # fmt: skip
+GATHER = (
+    CALL | {"5": "strategies/gather.py: Gather.forward", "8": LAUNCH},
+    {"11": BACK, "12": "strategies/gather.py: Gather.backward"},
+)
 
 
 def followed(run: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -167,9 +108,8 @@ def on_stubs() -> list[list[str]]:
     return third(repeated.forward, repeated.backward)
 
 
-def assert_in_order(names: list[str], calls: list[str]) -> None:
-    """Check that names are among the calls, in this order."""
-    assert [name for name in names if name not in calls] == []
+def assert_in_order(names: Iterable[Any], calls: Any) -> None:
+    """Check that names are among the calls, or in a text, in this order."""
     places = [calls.index(name) for name in names]
     assert places == sorted(places), names
 
@@ -177,24 +117,21 @@ def assert_in_order(names: list[str], calls: list[str]) -> None:
 def test_the_table_has_its_rows() -> None:
     lines = [line.split(" | ") for line in ARCHITECTURE.splitlines() if line.startswith("| ")]
     rows = {x.split()[1]: in_torch for x, in_torch, *_ in lines if x[2:3].isdigit()}
-    for way in (RING, RING_BACK, GATHER, GATHER_BACK):
-        for number, name in way.items():
-            file, _, function = name.partition(": ")
-            assert file.rpartition("/")[2] in rows[number] and function in rows[number], name
+    for number, name in (x for way in (*RING, *GATHER) for x in way.items()):
+        file, _, function = name.partition(": ")
+        assert file.rpartition("/")[2] in rows[number] and function in rows[number], name
 
 
 def test_the_picture_is_the_order_over_gloo(backend: Any) -> None:
-    start = ARCHITECTURE.index("```text\nring_attention")
-    places = [ARCHITECTURE.index(words, start) for words in PICTURE]
-    assert places == sorted(places) and "```" not in ARCHITECTURE[start + 3 : places[-1]]
-    for forward, backward in backend.pool(2).run(over_gloo):
-        assert_in_order([*RING.values()], forward)
-        names = [name.partition(": ")[2] for name in forward]
-        assert_in_order([*PICTURE.values()], names)
-        assert_in_order([*RING_BACK.values()], backward)
+    """The picture names the files, and of strategies the folder."""
+    picture = ARCHITECTURE[ARCHITECTURE.index("```text\nring_attention") :].split("```")[1]
+    files = [name.partition(":")[0].replace("ring.py", "") for name in RING[0].values()]
+    assert_in_order(files, picture)
+    for passes in backend.pool(2).run(over_gloo):
+        for names, calls in zip(RING, passes, strict=True):
+            assert_in_order(names.values(), calls)
 
 
 def test_gathered_keys_go_the_same_way_on_gpus() -> None:
-    forward, backward = as_stubbed_rank(0, 4, on_stubs)
-    assert_in_order([*GATHER.values()], forward)
-    assert_in_order([*GATHER_BACK.values()], backward)
+    for names, calls in zip(GATHER, as_stubbed_rank(0, 4, on_stubs), strict=True):
+        assert_in_order(names.values(), calls)

@@ -18,19 +18,15 @@ import pytest
 import torch
 from patched import chosen
 from plain_flash import FLASH, PlainFlash
+from refused import refused
 from torch import Tensor
-from views import VIEWS, strided
+from torch.nn.functional import pad
+from views import VIEWS
 
 import ring_torch
 from ring_core import ChunkLayout, KernelConfig, Mask, checks, reference
 from ring_torch import ContextParallel, compat, hf, ring_attention
 from ring_torch.kernels.eager import ScoreBlocks
-
-
-def _inputs(view: Any = lambda x: x) -> tuple[list[Tensor], Tensor]:
-    """Return views of q, k and v that are leaves, and the output's gradient."""
-    qkv = [view(torch.randn(2, 24, heads, 8, dtype=torch.float64)) for heads in (4, 2, 2)]
-    return [x.requires_grad_() for x in qkv], torch.randn(2, 24, 4, 8, dtype=torch.float64)
 
 
 def _narrowed(x: Tensor) -> Tensor:
@@ -41,7 +37,8 @@ def _narrowed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("view", [VIEWS["heads_first"], _narrowed])
 def test_what_kernels_can_read_is_not_copied(view: Any) -> None:
     """The kernel gets the caller's tensors without a copy, and so does the backward."""
-    leaves, dout = _inputs(view)
+    *qkv, dout = (torch.randn(2, 24, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    leaves = [view(x).requires_grad_() for x in qkv]
     forward, backward = (
         patch.object(PlainFlash, name, autospec=True, side_effect=getattr(PlainFlash, name))
         for name in ("forward", "backward")
@@ -52,14 +49,6 @@ def test_what_kernels_can_read_is_not_copied(view: Any) -> None:
     assert [x.data_ptr() for x in attended.call_args.args[1:4]] == places
     read = differentiated.call_args.args[1:5]
     assert [x.data_ptr() for x in read] == [dout.data_ptr(), *places]
-
-
-def test_saved_tensors_are_the_callers_own() -> None:
-    qkv, _ = _inputs(strided)
-    packed: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda saved: saved):
-        ring_attention(*qkv, causal=True)
-    assert {x.data_ptr() for x in qkv} <= {x.data_ptr() for x in packed}
 
 
 T, HEADS = 24, 2
@@ -101,21 +90,16 @@ def _qkv(*lead: int) -> Any:
 
 
 def _as_there(name: str, **options: Any) -> Any:
-    """Call a function of the ring_flash_attn drop-in, which may take packed inputs."""
+    """Call a function of the ring_flash_attn drop-in."""
     call: Any = getattr(compat, name)
-    is_varlen = "varlen" in name
-    inputs: Any = _qkv() if is_varlen else _qkv(1)
-    q, *kv = inputs
-    if "qkvpacked" in name:
-        inputs = [torch.stack([q, *kv], dim=q.ndim - 2)]
-    elif "kvpacked" in name:
-        inputs = [q, torch.stack(kv, dim=q.ndim - 2)]
     options = {{"window": "window_size"}.get(key, key): x for key, x in options.items()}
+    if "varlen" not in name:
+        return call(*_qkv(1), causal=True, **options)
     documents = [options.pop("cu_seqlens", torch.tensor([0, T], dtype=torch.int32)), T]
     if name.startswith("llama3"):
         *documents, part = compat.llama3_flash_attn_prepare_cu_seqlens(documents[0], True, 0, 1)
         options |= {"heads_k_stride": 1, "local_k_slice": part}
-    return call(*inputs, *(documents if is_varlen else []), causal=True, **options)
+    return call(*_qkv(), *documents, causal=True, **options)
 
 
 def _kinds_there(name: str) -> Kinds:
@@ -126,7 +110,8 @@ def _kinds_there(name: str) -> Kinds:
 
 Function = Callable[..., Any]
 CP: Any = ContextParallel
-#: Every public function with arguments that can be changed in place, and their containers.
+#: Every public function with arguments that can be changed in place, and their containers. Those of
+#: packed tensors call the others.
 FUNCTIONS: dict[str, tuple[Function, Kinds]] = {
     "ring_attention": (lambda **x: attend(*_qkv(1), **x), OURS),
     "ContextParallel.attention": (
@@ -139,7 +124,7 @@ FUNCTIONS: dict[str, tuple[Function, Kinds]] = {
     ),
     **{
         name: (partial(_as_there, name), _kinds_there(name))
-        for name in vars(compat) if name.endswith("_func")
+        for name in vars(compat) if name.endswith("_func") and "packed" not in name
     },
 }  # fmt: skip
 CHANGES = [
@@ -161,26 +146,10 @@ def _change(argument_value: Any, values: Any) -> None:
             argument_value[n] = value
 
 
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) if isinstance(a, str) else torch.equal(a, b)
-
-
-def _check(function: Function, argument: str, kind: str) -> None:
-    """Compare two calls with an argument changed between them, and two with fresh ones."""
-    first, second = VALUES[argument]
-    argument_value = KINDS[kind](first)
-    results = [function(**{argument: argument_value})]
-    _change(argument_value, second)
-    results.append(function(**{argument: argument_value}))
-    for result, value in zip(results, (first, second), strict=True):
-        assert _same(result, function(**{argument: KINDS[kind](value)}))
-    assert isinstance(results[0], str) or not _same(*results)  # numbers are the same
-
-
 def test_every_function_that_takes_documents_is_here() -> None:
     taken = {
         name for module in (ring_torch, compat) for name, function in vars(module).items()
-        if inspect.isfunction(function) and "cu_seqlens" in str(inspect.signature(function))
+        if inspect.isfunction(function) and "cu_seqlens" in str(inspect.signature(function)) and "packed" not in name
     }  # fmt: skip
     others = {"llama3_flash_attn_prepare_cu_seqlens", "update_ring_flash_attn_params"}
     here = {name for name, (_, kinds) in FUNCTIONS.items() if "cu_seqlens" in kinds}
@@ -189,7 +158,17 @@ def test_every_function_that_takes_documents_is_here() -> None:
 
 @pytest.mark.parametrize(("name", "argument", "kind"), CHANGES)
 def test_changed_in_place(name: str, argument: str, kind: str) -> None:
-    _check(FUNCTIONS[name][0], argument, kind)
+    """Compare two calls with an argument changed between them, and two with fresh ones."""
+    function, values = FUNCTIONS[name][0], VALUES[argument]
+    changed = KINDS[kind](values[0])
+    results = [function(**{argument: changed})]
+    _change(changed, values[1])
+    results.append(function(**{argument: changed}))
+    expected = [function(**{argument: KINDS[kind](x)}) for x in values]
+    if isinstance(results[0], str):  # of ``explain``, whose numbers are the same
+        assert results == expected
+    else:
+        assert all(map(torch.equal, results, expected)) and not torch.equal(*results)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids", "attention_mask"])
@@ -234,30 +213,24 @@ def test_prepared_offsets_changed_in_place_are_refused(inference: bool) -> None:
         *prepared, part = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
         prepared[0][1] = 16
         options = {"heads_k_stride": 1, "local_k_slice": part, "causal": True}
-        with pytest.raises(ValueError, match="cu_seqlens_q is"):
-            attend(*_qkv(), *prepared, **options)
-
-
-def _in_double() -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(2, T, HEADS, 8, dtype=torch.float64) for _ in range(3)]
-
-
-MASK = torch.ones(T, T, dtype=torch.bool)
+        refused("cu_seqlens_q is", attend, *_qkv(), *prepared, **options)
 
 
 def test_hidden_blocks_are_not_computed() -> None:
-    qkv = _in_double()
-    chunk = torch.arange(T) // 4
+    """Lengths are no multiples of the blocks."""
+    q, k, v = _qkv(2)
+    chunk, kernel = torch.arange(T) // 4, KernelConfig("eager", block_q=5, block_k=7)
     mask = chunk[:, None] == chunk
-    live = mask.view(6, 4, 4, 6).any(dim=3).any(dim=1).sum()
-    kernel = KernelConfig("eager", block_q=4, block_k=6)
+    live = pad(mask, (0, 4, 0, 1)).view(5, 5, 4, 7).any(dim=3).any(dim=1).sum()
+    expected = attend(q, k, v, mask=mask, kernel="eager")
     with patch.object(
         ScoreBlocks, "scores", autospec=True, side_effect=ScoreBlocks.scores
     ) as scores:
-        ring_attention(qkv[0].requires_grad_(), *qkv[1:], mask=mask, kernel=kernel).sum().backward()
-    assert live < 6 * 4
+        out = attend(q.requires_grad_(), k, v, mask=mask, kernel=kernel)
+        out.sum().backward()
+    assert live < 5 * 4
     assert scores.call_count == 2 * live
+    torch.testing.assert_close(out, expected)
 
 
 #: Options beside right ones, and the error.
@@ -267,28 +240,23 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("mask", torch.zeros(T, T + 1) > 0, rf"shape \[{T}, {T}\]"),
     ("mask", torch.zeros(3, 1, T, T) > 0, "got"), ("mask", torch.zeros(T) > 0, "got"),
     ("mask", torch.zeros(T, T, device="meta") > 0, "mask is on meta"),
-    ("bias", [0.0], "bias must be a torch.Tensor"),
-    ("bias", torch.zeros(T, T), "bias must have shape"),
     ("bias", torch.zeros(1, 1, 1, T), "bias must have shape"),
-    ("bias", torch.zeros(1, 1, T, T + 1), "bias must have shape"),
     ("bias", torch.zeros(1, 1, T, T, dtype=torch.int64), "bias must be floating point"),
     ("bias", torch.zeros(1, 1, T, T, device="meta"), "bias must be on cpu"),
-    *((name, [0.0], f"{name} must be a torch.Tensor") for name in "qkv"),
+    *((name, [0.0], f"{name} must be a torch.Tensor") for name in ("bias", *"qkv")),
 )  # fmt: skip
 
 
 def test_what_is_wrong_is_refused_beside_a_mask_as_without_one() -> None:
     for name, value, message in REFUSED:
-        options: list[dict[str, Any]] = [{}, {"mask": MASK}]
-        for beside in options:
-            call: Any = dict(zip("qkv", _in_double(), strict=True)) | beside | {name: value}
-            with pytest.raises(ValueError, match=message):
-                ring_attention(**call)
+        for mask in (None, torch.ones(T, T, dtype=torch.bool)):
+            call: Any = dict(zip("qkv", _qkv(2), strict=True)) | {"mask": mask, name: value}
+            refused(message, ring_attention, **call)
 
 
 def test_what_is_too_large_is_told_what_to_use() -> None:
     mask = checks.Tensor((1 << 13, (1 << 13) + 1), "bool", "cpu")
-    with pytest.raises(ValueError, match=r"at most 64 MiB .*Mask\(predicate"):
-        checks.check_dense_mask(mask, (1, 1 << 13, 1, 8), (1 << 13) + 1, "cpu")
+    said = r"at most 64 MiB .*Mask\(predicate"
+    refused(said, checks.check_dense_mask, mask, (1, 1 << 13, 1, 8), (1 << 13) + 1, "cpu")
     fits = checks.Tensor((1 << 13, 1 << 13), "bool", "cpu")
     checks.check_dense_mask(fits, (1, 1 << 13, 1, 8), 1 << 13, "cpu")

@@ -7,10 +7,10 @@ map.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,19 +19,19 @@ from typing import Any
 import numpy.typing as npt
 import pytest
 import torch
-import torch.distributed as dist
-from backends.peer_memory import Now, OnFiles, interpret_one_kernel
+from backends.peer_memory import Now, interpret_one_kernel
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
+from refused import refused
 from tolerances import assert_close
 from triton.runtime.errors import InterpreterError
 
 import ring_torch
 from ring_core import Mask, gather_refusals
 from ring_torch import prepare
-from ring_torch.buffers import BufferSpec, HeadCarrier, KVPayload
+from ring_torch.buffers import HeadCarrier, KVPayload
 from ring_torch.call import Call, GatherSession, SessionSpec
-from ring_torch.comm.ranks import Ranks, ranks_of
+from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.strategies import choose_strategy
@@ -141,76 +141,35 @@ def test_heads_arrive_in_parts(pools: dict[int, LocalRanks], tmp_path: Path) -> 
         assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
 
 
-def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
-    """Run exchanges in a row on ranks that are late in turns; return which were right.
-
-    If ``wrong``, no rank waits for the readers of the exchange before.
-    """
-    size, width = dist.get_world_size(), 8
-    OnFiles.folder = folder
-    memory = OnFiles(ranks_of(None), 1024)
-    packing = BufferSpec.of(((1, 1, 2 * width), torch.float32))
-    memory.reserve(packing.size)
-    addresses = [x.data_ptr() for x in memory.headers()]
-    memory.headers()[rank][2] = 1
-    dist.barrier()
-    patience = (1 if wrong else 10) * 10**9
-    setup = kernels.ExchangeSetup(torch.tensor(addresses), addresses[rank], rank, 1, 1, patience)
-    own = [memory.views(r, 0, packing)[0] for r in range(size)]
-    rows = [(x.data_ptr(), n * x.nbytes, 1, x.nbytes) for n, x in enumerate(own) if n != rank]
-    table, places = torch.tensor(rows), torch.tensor([[rank]])
-    everybody_came = kernels.await_all
-
-    def late(*args: Any) -> None:
-        everybody_came(*args)
-        time.sleep(0.05 * (rank == 0))  # the others may continue meanwhile
-
-    right = []
-    with pytest.MonkeyPatch.context() as patched:
-        interpret_one_kernel(patched, folder)
-        patched.setattr(kernels, "await_all", late)
-        if wrong:
-            patched.setattr(kernels, "await_readers", lambda *_: None)
-        for n in range(1, 9):
-            time.sleep(0.02 * ((rank + n) % size))
-            k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
-            target = torch.zeros(1, size, 2 * width)
-            try:
-                kernels.exchange_keys(setup, n, k, v, own[rank], places, target, table)
-            except InterpreterError as error:  # it waited in vain
-                assert "did not come in time" in str(error)  # noqa: PT017 - runs on every rank
-                return [False]
-            expected = torch.arange(size)[:, None] + 10.0 * n
-            both = torch.cat([expected.expand(size, width), -expected.expand(size, width)], dim=1)
-            right.append(torch.equal(target[0], both))
-    return right
-
-
-@pytest.mark.nightly
-def test_nobody_overtakes(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    """Data that a slow rank has not read yet is not overwritten."""
-    assert all(all(right) for right in pools[3].run(in_a_row, tmp_path, False))
-    assert not all(all(right) for right in pools[3].run(in_a_row, tmp_path, True))
-
-
-def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_written_before_peers_have_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Only the given part of the buffer is cleared, once all ranks have read what was there."""
     interpret_one_kernel(monkeypatch, tmp_path)
     monkeypatch.setattr(kernels, "NUMBERS", 8)
     header = torch.zeros(200, dtype=torch.int64)
-    header[2] = 1
-    setup = kernels.ExchangeSetup(
-        torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 3, 10**9
-    )
-    memory_to_clear = torch.ones(40)
-    kernels.wait_reusable(setup, memory_to_clear[:30], zero=False)
-    assert memory_to_clear.eq(1).all()
-    kernels.wait_reusable(setup, memory_to_clear[:30], zero=True)
-    assert memory_to_clear[:30].eq(0).all()
-    assert memory_to_clear[30:].eq(1).all()
+    header[2] = 1  # the number of the next exchange
+    address = header.data_ptr()
+    setup = kernels.ExchangeSetup(torch.tensor([address]), address, 0, 1, 1, 10**9)
+    hurried, memory = setup._replace(patience=10**6), torch.ones(40)
+    several = setup._replace(programs=3)
+    kernels.wait_reusable(several, memory[:30], zero=False)
+    assert memory.eq(1).all()
+    kernels.wait_reusable(several, memory[:30], zero=True)
+    assert memory[:30].eq(0).all() and memory[30:].eq(1).all()
+    k, v = torch.ones(2, 1, 1, 1, 8).unbind()
+    own, target = torch.zeros(2, 1, 1, 16).unbind()
+    rest = own, torch.tensor([[0]]), target, torch.zeros(0, 4, dtype=torch.int64)
     header[2] = 2  # the reader of the first exchange has not finished
-    with pytest.raises(InterpreterError, match="did not come in time"):
-        kernels.wait_reusable(setup._replace(patience=10**6), memory_to_clear, zero=True)
+    for wait in (
+        partial(kernels.exchange_keys, hurried, 0, k, v, *rest),
+        partial(kernels.wait_reusable, hurried, memory, zero=True),
+    ):
+        refused("did not come in time", wait, error=InterpreterError)
+    assert memory[30:].eq(1).all() and not own.any()
+    header[8 + 2] = 1  # now it has
+    kernels.exchange_keys(setup, 0, k, v, *rest)
+    assert own.eq(1).all() and target.eq(1).all()
 
 
 def test_tables_of_a_pass_live_as_long_as_its_launches(
@@ -236,8 +195,7 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     assert state.table(0, 1, lambda: [(2,)], cpu).item() == 2
     monkeypatch.setattr(one_kernel, "is_capturing", lambda: True)
     assert not state.begin_pass(0, 0).launches
-    with pytest.raises(ValueError, match="once more outside of a graph"):
-        state.table(1, 1, lambda: [(2,)], cpu)
+    refused("once more outside of a graph", state.table, 1, 1, lambda: [(2,)], cpu)
 
 
 def _with_a_head_a_rank(case: Case) -> Case:

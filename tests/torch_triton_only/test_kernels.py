@@ -1,4 +1,7 @@
-"""The Triton kernels on torch tensors, in Triton's interpreter: whole calls on CPU ranks."""
+"""The Triton kernels on torch tensors, in Triton's interpreter: whole calls on CPU ranks.
+
+They compile for GPUs that are not installed, within their limits.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from backends.torch_compiler import compiled
 from backends.torch_ranks import gather, run_rank
 from blocks import several_blocks
 from cases import CASES, Case, diagonals
 from patched import chosen
+from refused import refused
 from tolerances import assert_close
 
 from ring_core import (
@@ -30,7 +35,7 @@ from ring_core.base.arguments import FULL, PARTIAL
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch import ContextParallel, autograd
 from ring_torch.kernels import choose, triton as adapter
-from ring_torch.kernels.block_index import Grid, block_index, in_blocks, kinds_on
+from ring_torch.kernels.block_index import Grid, block_index, kinds_on
 from ring_torch.kernels.fa4.block_lists import block_lists
 from ring_torch.kernels.triton import TritonKernel, launch
 from ring_torch.local import LocalRanks
@@ -124,7 +129,8 @@ def _visited(_: int, layout: Any) -> tuple[int, int]:
     rows, live = cp.shard(mask, dim=-2)[:, 0], 0
     for rank in range(cp.cp_size):
         keys = torch.as_tensor(cp.layout_of(T).positions(rank))
-        live += int(in_blocks(rows[..., keys], BLOCK, BLOCK).sum())
+        blocks = rows[..., keys].unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+        live += int(blocks.any(dim=4).any(dim=2).sum())
     return sum(counts), live
 
 
@@ -134,17 +140,6 @@ def test_hidden_blocks_are_on_no_list(layout: Any, pool: LocalRanks) -> None:
     for visited, live in pool.run(_visited, layout):
         assert visited == live
         assert live < 2 * (T // 2 // BLOCK) * (T // BLOCK) or layout == "striped"
-
-
-@pytest.mark.parametrize("sizes", [(16, 16), (32, 7)])
-def test_blocks_that_it_hides(sizes: tuple[int, int]) -> None:
-    torch.manual_seed(1)
-    mask = torch.rand(2, 70, 50) < 0.01
-    kinds = in_blocks(mask, *sizes)
-    expected = torch.stack([x.any(dim=1) for x in mask.split(sizes[0], dim=1)], dim=1)
-    expected = torch.stack([x.any(dim=2) for x in expected.split(sizes[1], dim=2)], dim=2)
-    assert torch.equal(kinds, expected)
-    assert not expected.all()
 
 
 REQUEST = Request("cuda", "bfloat16", 128, 128, bias=True, grad=True)
@@ -163,49 +158,31 @@ def chosen_for(config: KernelConfig, mask: Mask = CAUSAL, **changes: Any) -> str
     return choose(config, replace(REQUEST, **changes), program).kernel.capabilities.name
 
 
-@pytest.mark.usefixtures("_on_hopper")
-def test_options_go_to_triton() -> None:
-    assert chosen_for(KernelConfig()) == chosen_for(KernelConfig(block_q=64)) == "triton"
-    assert chosen_for(KernelConfig(), dtype="float64") == "eager"
+#: Settings, options, what is found of the machine, and the error.
+CANNOT: tuple[tuple[dict[str, Any], dict[str, Any], Any, str], ...] = (
+    ({"block_q": 96}, {}, None, "block_q must be a power of two from 16 to 256, got 96"),
+    ({"block_q": 256, "block_k": 256}, {"head_dim": 256}, None, "227 KiB of shared memory"),
+    ({"fused_backward": True}, {"deterministic": True}, None, "deterministic=True rules out"),
+    ({}, {"head_dim": 512}, None, "head dims up to 256, not 512"),
+    ({}, {"mask": PREDICATE}, (BlockGeometry, "tiles", None), "more than 64 MiB"),
+    ({}, {}, (adapter, "has_triton", lambda: False), "triton is not installed"),
+    ({}, {}, (torch.cuda, "get_device_capability", lambda *_: (7, 5)), "compute capability 8.0 or newer"),
+    ({}, {}, (torch.version, "cuda", None), "for NVIDIA GPUs"),
+)  # fmt: skip
 
 
 @pytest.mark.usefixtures("_on_hopper")
-@pytest.mark.parametrize(
-    ("settings", "changes", "message"),
-    [
-        ({"block_q": 96}, {}, "block_q must be a power of two from 16 to 256, got 96"),
-        ({"block_q": 256, "block_k": 256}, {"head_dim": 256}, "227 KiB of shared memory"),
-        ({"fused_backward": True}, {"deterministic": True}, "deterministic=True rules out"),
-        ({}, {"head_dim": 512}, "head dims up to 256, not 512"),
-        ({}, {"mask": PREDICATE}, "more than 64 MiB"),
-    ],
-)
-def test_settings_it_cannot_do(
-    settings: dict[str, Any], changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BlockGeometry, "tiles", None)  # as where there are too many
-    with pytest.raises(UnsupportedError, match=message):
-        chosen_for(KernelConfig("triton", **settings), **changes)
+@pytest.mark.parametrize(("settings", "changes", "found", "message"), CANNOT)
+def test_settings_and_machines_that_it_refuses(
+    settings: dict[str, Any], changes: dict[str, Any], found: Any, message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if found:
+        monkeypatch.setattr(*found)
+    config = KernelConfig("triton", **settings)
+    refused(message, chosen_for, config, **changes, error=UnsupportedError)
     if settings.keys() <= {"block_q"}:  # no other kernel has the other settings
         assert chosen_for(KernelConfig(**settings), **changes) == "eager"
-
-
-@pytest.mark.usefixtures("_on_hopper")
-@pytest.mark.parametrize(
-    ("where", "name", "value", "message"),
-    [
-        (adapter, "has_triton", lambda: False, "triton is not installed"),
-        (torch.cuda, "get_device_capability", lambda *_: (7, 5), "compute capability 8.0 or newer"),
-        (torch.version, "cuda", None, "for NVIDIA GPUs"),
-    ],
-)
-def test_machines_it_does_not_run_on(
-    where: Any, name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(where, name, value)
-    with pytest.raises(UnsupportedError, match=message):
-        chosen_for(KernelConfig("triton"))
-    assert chosen_for(KernelConfig()) == "eager"
 
 
 Q_LEN, K_LEN = 420, 650
@@ -276,3 +253,37 @@ def test_predicate(size: tuple[int, int]) -> None:
     rows, columns = plan.q_positions(0)[item.q_slice], plan.k_positions(0)[item.k_slice]
     assert (len(rows), len(columns)) == (Q_LEN, K_LEN)
     check(item, size, rule(rows[:, None], columns)[None], None, plan.blocks)
+
+
+#: Bytes of shared memory per thread block, by compute capability.
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+CALL = ["fwd", "bwd_dq", "bwd_dkv"]
+#: Kernels of a call, or of passes, by the names of calls.
+KERNELS = {
+    "causal": CALL, "fused": ["fwd", "bwd_dkv"], **dict.fromkeys(("wide", "odd", "predicate"), CALL),
+    **dict.fromkeys(("segments", "dropout"), CALL), "bias": [*CALL, "bwd_dbias"],
+    "passes": ["_list_blocks", "_row_dots", "_sum_sinks"], "merges": ["_merge_results"] * 7,
+    "exchanges": [
+        *["_exchange_keys"] * 2, "_finish_reading", "_wait_reusable", "_add_peers", "_assert_words",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.nightly(unless=[
+    f"{name}-90" for name in ("causal", "exchanges", "passes", "merges")
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "arch"), [("causal", 80), ("causal", 100), *((name, 90) for name in KERNELS)]
+)
+def test_they_compile(name: str, arch: int) -> None:
+    kernels = compiled([name], arch)
+    assert [x["kernel"] for x in kernels] == KERNELS[name]
+    for x in kernels:
+        assert x["shared"] <= SHARED[arch], x
+        if name == "causal" and arch == 90:
+            assert x["ptx"] == "wgmma"
+            assert x["stack"] <= 256, x  # bytes: addresses, not tiles
+        if name == "passes":
+            assert x["stack"] == 0, x
+        # A barrier lets all warps read a row's lse before one of them writes it.
+        assert name != "merges" or x["barriers"] > 0, x

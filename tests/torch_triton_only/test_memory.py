@@ -10,14 +10,11 @@ own backward allocates besides its results does not.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,9 +22,7 @@ import torch
 from alone import alone
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common.cases import Setting
-from benchmarks.development import host_causes, host_stubs
-from benchmarks.development.host_causes import SETTINGS, STUBBED_TOKENS, Repeated
+from benchmarks.development import host_causes
 from benchmarks.development.host_stubs import as_rank, nothing, without_launches
 from ring_core import Mask
 from ring_torch import ring_attention
@@ -118,41 +113,6 @@ def test_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert multiple > most - 0.15, f"it takes less, {taken}: say so above"
 
 
-#: Folders whose functions do not count: torch's, and that of the stubs in place of launches.
-LEFT_OUT = (*(str(Path(str(x.__file__)).parent) for x in (torch, host_stubs)), "<frozen")
-#: The most function calls of a repeated forward, and of its backward, by setting.
-MOST = ((68, 65), (75, 67))
-
-
-def counted(setting: Setting) -> tuple[int, int]:
-    """Return the calls of one more forward like those before, and of its backward."""
-    call, calls = Repeated(setting, "cpu"), 0
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
-        calls += event == "call" and not frame.f_code.co_filename.startswith(LEFT_OUT)
-
-    for _ in range(3):
-        call.backward(call.forward())
-    sys.setprofile(count)
-    out = call.forward()
-    sys.setprofile(None)
-    forward = calls
-    sys.setprofile(count)
-    call.backward(out)
-    sys.setprofile(None)
-    return forward, calls - forward
-
-
-def test_a_repeated_call() -> None:
-    for setting, most in zip(SETTINGS, MOST, strict=True):
-        run = partial(counted, replace(setting, seq_len=STUBBED_TOKENS))
-        counts = host_stubs.as_stubbed_rank(1, 4, run)
-        for count, limit in zip(counts, most, strict=True):
-            assert count <= limit, (setting, counts)
-            assert count > limit - 5, f"it makes fewer calls, {counts}: say so above"
-
-
 def test_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times by cause add up, and the functions that begin causes are put back."""
 
@@ -171,11 +131,3 @@ def test_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         causes = [took[setting, cause] for cause in (*host_causes.CAUSES, host_causes.MARKS)]
         for in_all, *(by_cause) in zip(took[setting, "in all"], *causes, strict=True):
             assert sum(by_cause[:-1]) - by_cause[-1] == pytest.approx(in_all, abs=1.0)
-        causes_of_all = (
-            host_causes.FLASH,
-            host_causes.TRITON,
-            host_causes.EXCHANGE,
-            host_causes.VIEWS,
-        )
-        assert all(min(took[setting, cause]) > 0 for cause in causes_of_all)
-        assert (took[setting, host_causes.SINKS][1] > 0) == setting.endswith("sinks")

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from alone import alone
 from torch import Tensor
-from views import VIEWS, strided
+from views import VIEWS
 
-from benchmarks.development.host_stubs import as_rank, without_launches
 from ring_core.base.merge import UNSHIFTED_BIAS
-from ring_torch import accumulate, autograd, memory_ops, merge_ops, ring_attention
+from ring_torch import accumulate, autograd, memory_ops, merge_ops
 from ring_torch.buffers import HeadBuffer, HeadPart
 from ring_torch.records import AttentionState, Span
-from ring_torch.transports import p2p, peer_copies
+from ring_torch.transports import p2p
 
 READABLE = [name for name in VIEWS if name not in {"strided", "permuted", "expanded"}]
 
 
 def _merge(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    spans = ((0, acc.shape[1]),)
-    merge_ops.merge_on_gpu(
-        acc, acc, acc_lse, out, lse, spans=spans, marks=0, first=False, last=True
-    )
+    options: Any = {"spans": ((0, acc.shape[1]),), "first": False, "last": True}
+    merge_ops.merge_on_gpu(acc, acc, acc_lse, out, lse, marks=0, **options)
 
 
 @pytest.mark.parametrize("view", READABLE)
@@ -37,9 +33,17 @@ def test_passes_over_memory(view: str) -> None:
     x, y, lse = (VIEWS[view](torch.randn(shape)) for shape in (WIDE, WIDE, ROWS))
     dots = (x * y).sum(-1).transpose(1, 2).contiguous()
     torch.testing.assert_close(memory_ops.row_dots_on_gpu(x, y), dots)
-    sinks = torch.randn(3)
-    expected = -((sinks[:, None] - lse).exp() * dots).sum((0, 2))
-    torch.testing.assert_close(memory_ops.sink_grads_on_gpu(sinks, lse, dots), expected)
+    expected = -((1 - lse).exp() * dots).sum((0, 2))
+    grads = memory_ops.sink_grads_on_gpu(torch.ones(3), lse, dots)
+    torch.testing.assert_close(grads, expected)
+    packed = torch.zeros(2, 32, 48)
+    memory_ops.pack_kv_on_gpu(x, y, packed, add=False)
+    torch.testing.assert_close(packed, torch.cat([x.flatten(2), y.flatten(2)], dim=2))
+    out, marked = x.clone(), torch.zeros(ROWS)
+    marked[..., 0], marked[..., 1:3], out[:, 1] = torch.inf, -torch.inf, torch.nan
+    memory_ops.mark_on_gpu(out, marked)
+    assert marked[..., :2].isnan().all() and (marked[..., 2] == -torch.inf).all()
+    assert (marked[..., 3:] == 0).all()
     acc, acc_lse = torch.randn(WIDE), torch.randn(ROWS)
     weights = torch.stack([acc_lse, lse]).softmax(0).transpose(2, 3).unsqueeze(-1)
     merged, total = weights[0] * acc + weights[1] * y, torch.logaddexp(acc_lse, lse)
@@ -48,91 +52,39 @@ def test_passes_over_memory(view: str) -> None:
     torch.testing.assert_close(acc_lse, total)
 
 
-HEADS, WIDE, ROWS, PACKED = (3,), (2, 32, 3, 8), (2, 3, 32), (2, 32, 48)
-#: Functions, the shapes of their arguments, and the argument whose last dimension is strided.
-PASSES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int]] = {
-    "merge": (_merge, (WIDE, ROWS, WIDE, ROWS), 2), "merge lse": (_merge, (WIDE, ROWS, WIDE, ROWS), 3),
-    "mark": (memory_ops.mark_on_gpu, (WIDE, ROWS), 1),
-    "dots": (memory_ops.row_dots_on_gpu, (WIDE, WIDE), 1),
-    "sinks": (memory_ops.sink_grads_on_gpu, (HEADS, ROWS, ROWS), 0),
-    "sinks of rows": (memory_ops.sink_grads_on_gpu, (HEADS, ROWS, ROWS), 2),
-    "pack": (partial(memory_ops.pack_kv_on_gpu, add=False), (WIDE, WIDE, PACKED), 0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_what_no_pass_reads(name: str) -> None:
-    """Elementwise kernels assert that the last dimension is contiguous."""
-    run, shapes, n = PASSES[name]
-    tensors = [torch.zeros(shape) for shape in shapes]
-    run(*tensors)
-    tensors[n] = strided(tensors[n])
-    with pytest.raises(AssertionError):
-        run(*tensors)
-
-
+WIDE, ROWS = (2, 32, 3, 8), (2, 3, 32)
 H, N = 3, 5000  # not a multiple of a block of rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_gradients_of_sinks(batch: int, dtype: torch.dtype) -> None:
-    """They are those of torch, also if some rows see nothing."""
+@pytest.mark.parametrize(
+    ("on_gpu", "dtype", "batch", "parts", "sinks_of_a_head"),
+    [
+        *product([True], [torch.float32, torch.bfloat16, torch.float16], [1, 2], [1], [0]),
+        *product([False, True], [torch.float32], [1], [4], [0, 2]),
+    ],
+)
+def test_gradients_of_sinks(
+    on_gpu: bool, dtype: torch.dtype, batch: int, parts: int, sinks_of_a_head: int
+) -> None:
+    """Some rows see nothing. They may be split into a batch of launches, with padded delta."""
     torch.manual_seed(0)
-    sinks, (lse, delta) = torch.randn(H).to(dtype), torch.randn(2, batch, H, N).unbind()
+    sinks = torch.randn(H, *[sinks_of_a_head] * bool(sinks_of_a_head)).to(dtype)
+    lse, delta = torch.randn(2, batch, H, N).unbind()
     lse[:, 1, ::7] = -torch.inf
-    weights = torch.where(lse == -torch.inf, 0.0, (sinks.float()[:, None] - lse).exp())
-    expected = -(weights * delta).sum((0, 2)).to(dtype)
-    grads = memory_ops.sink_grads_on_gpu(sinks, lse, delta)
-    assert grads.dtype == dtype
+    # Several sinks of a head are as many terms of the softmax.
+    weights = (sinks.float().view(H, 1, -1) - lse[..., None]).exp()
+    weights = weights.masked_fill(lse[..., None] == -torch.inf, 0.0)
+    expected = -(weights * delta[..., None]).sum((0, 2)).view(sinks.shape).to(dtype)
+    if parts > 1:
+        lse, delta = (x[0].unflatten(1, (parts, -1)).transpose(0, 1) for x in (lse, delta))
+    padded = torch.full((*delta.shape[:2], delta.shape[2] + 3), torch.nan)[..., :-3].copy_(delta)
+    with patch.object(autograd, "_can_use_triton", lambda *_: on_gpu):
+        grads, again = (autograd._sink_grads(sinks, lse.contiguous(), padded) for _ in range(2))
+        none = autograd._sink_grads(sinks, *torch.empty(2, 1, H, 0).unbind())
+    assert grads.dtype == dtype and torch.equal(grads, again)
     rtol = 1e-5 if dtype.itemsize > 2 else 0.01
     torch.testing.assert_close(grads, expected, rtol=rtol, atol=1e-3)
-    assert torch.equal(grads, memory_ops.sink_grads_on_gpu(sinks, lse, delta))
-    without_rows = memory_ops.sink_grads_on_gpu(sinks, *torch.empty(2, 1, H, 0).unbind())
-    assert torch.equal(without_rows, torch.zeros(H, dtype=dtype))
-
-
-@pytest.mark.parametrize("sinks_of_a_head", [0, 2])
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_rows_may_come_in_parts(on_gpu: bool, parts: int, sinks_of_a_head: int) -> None:
-    """Rows may be split into a batch of launches, with padded delta, as some kernels need."""
-    torch.manual_seed(0)
-    sinks, (lse, delta) = torch.randn(H), torch.randn(2, 1, H, N).unbind()
-    if sinks_of_a_head:
-        sinks = torch.randn(H, sinks_of_a_head)
-    expected = autograd._sink_grads(sinks, lse, delta)
-    in_parts, delta = (x[0].unflatten(1, (parts, -1)).transpose(0, 1) for x in (lse, delta))
-    padded = torch.full((parts, H, N // parts + 3), torch.nan)[..., :-3].copy_(delta)
-    with patch.object(autograd, "_can_use_triton", lambda *_: on_gpu):
-        grads = autograd._sink_grads(sinks, in_parts.contiguous(), padded)
-    assert grads.shape == sinks.shape
-    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("window", [(128, 0), None])
-def test_all_rows_count(window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that see own keys only, whose launches come apart from the others', count, too."""
-    shapes: list[torch.Size] = []
-
-    def noted(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        shapes.extend((lse.shape, delta.shape))
-        return sinks
-
-    def grads() -> None:
-        q, k, v = (torch.zeros(1, 4096, heads, 128).bfloat16() for heads in (4, 2, 2))
-        sinks = torch.zeros(4).requires_grad_()
-        out = ring_attention(
-            q.requires_grad_(), k, v, causal=True, window=window, sinks=sinks, kernel="fa4",
-            strategy="gather", layout="zigzag", transport="symm_mem",
-        )  # fmt: skip
-        torch.autograd.grad(out, (q, sinks), torch.ones_like(out))
-
-    monkeypatch.setattr(peer_copies, "fits_one_kernel", lambda *_: False)
-    monkeypatch.setattr(autograd, "_sink_grads", noted)
-    with without_launches(), alone():
-        as_rank(0, 4, grads)
-    assert [(x[0] * x[2], x[1]) for x in shapes] == [(4096, 4)] * 2
+    assert torch.equal(none, torch.zeros_like(sinks))
 
 
 RANKS, BATCH = 4, 2
@@ -159,15 +111,12 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
         for n, rest in enumerate(TOGETHER[names])
     ]
     layout, cpu = HeadBuffer.of(RANKS, *parts), torch.device("cpu")
-    orders, tensors = list[Tensor | None](), list[Tensor]()
-    for x in parts:
-        is_ordered = ordered and not by_heads
-        orders.append(torch.randperm(RANKS * x.length, device="cpu") if is_ordered else None)
-        sizes = (x.length, RANKS * x.heads) if by_heads else (RANKS * x.length, x.heads)
-        tensors.append(x.empty(*sizes, cpu).normal_())
-    expected, packed = torch.zeros(
-        (2, RANKS, layout.message.size), dtype=torch.uint8, device="cpu"
-    ).unbind()
+    orders = [torch.randperm(RANKS * x.length) if ordered and not by_heads else None for x in parts]
+    tensors = [
+        x.empty(x.length * (1 if by_heads else RANKS), x.heads * (RANKS if by_heads else 1), cpu).normal_()
+        for x in parts
+    ]  # fmt: skip
+    expected, packed = torch.zeros((2, RANKS, layout.message.size), dtype=torch.uint8).unbind()
     p2p.move(layout, expected, tensors, orders, by_heads=by_heads, packs=True)
     move_on_gpu(layout, packed, tensors, orders, by_heads=by_heads, packs=True)
     assert torch.equal(packed, expected)
@@ -269,12 +218,8 @@ def _results(spans: Sequence[Span], dtype: torch.dtype, marks: int) -> tuple[lis
 
 
 def merged(
-    state: AttentionState,
-    low: Tensor,
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    **options: Any,
-) -> None:
+    state: AttentionState, low: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], **options: Any
+) -> None:  # fmt: skip
     results = [x for pair in zip(outs, lses, strict=True) for x in pair]
     merge_ops.merge_on_gpu(state.out, low, state.lse, *results, **options)
 
@@ -307,11 +252,9 @@ def test_results_are_merged_as_one_by_one(
         if start == 0 and spans[0] == (0, 40) and dtype == of_results:  # it may be the state itself
             some[0][0], some[1][0] = out.copy_(some[0][0]), state.lse.copy_(some[1][0])
         is_last = stop == len(spans)
-        options: Any = {
-            "marks": marks >> start & (1 << stop - start) - 1,
-            "spans": spans[start:stop],
-        }
-        merged(state, low, *some, first=start == 0, last=is_last, **options)
+        some_marks = marks >> start & (1 << stop - start) - 1
+        options: Any = {"marks": some_marks, "spans": spans[start:stop], "last": is_last}
+        merged(state, low, *some, first=start == 0, **options)
         # A merge that is first and last neither reads nor writes low halves.
         assert not (start == 0 and is_last) or low.isnan().all()
         torch.testing.assert_close(state.lse, into.lse, rtol=0, atol=0, equal_nan=True)
@@ -368,11 +311,8 @@ def test_a_result_of_no_weight_adds_nothing() -> None:
 def test_parts_are_added_as_one_by_one(spans: tuple[Span, ...]) -> None:
     torch.manual_seed(0)
     dq, *parts = [torch.randn(2, n + 3, 3, 12).half()[:, 3:] for _, n in ((0, 40), *spans)]
-    total, by_torch, rows = (
-        torch.zeros(2, 40, 3, 12),
-        dq.clone(),
-        [slice(x, x + n) for x, n in spans],
-    )
+    total, by_torch = torch.zeros(2, 40, 3, 12), dq.clone()
+    rows = [slice(x, x + n) for x, n in spans]
     for some, part in zip(rows, parts, strict=True):
         total[:, some] += part
     total += dq
