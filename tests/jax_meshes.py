@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from ring_core import LayoutSpec
+from ring_core import LayoutSpec, reference
 from ring_jax import ContextParallel
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -43,3 +43,39 @@ def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
     """Compare arrays, or each array of two trees."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+def check_passes(
+    call: Callable[..., Any],
+    inputs: Any,
+    dout: Any,
+    more: Any = None,
+    tolerance: float = 2e-5,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Compare ``call(q, k, v, **more)`` and all its gradients with the oracle's.
+
+    ``more`` are sinks and a bias; ``options`` are the oracle's, among them a bias that is not the
+    call's. Return the lowered program and the compiled one.
+    """
+
+    def loss(inputs: Any, more: Any, dout: Any) -> Any:
+        out = call(*inputs, **more)
+        sharding = jax.typeof(out).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            dout = jax.reshard(dout, sharding)
+        return (out * dout).sum(), out
+
+    lowered = jax.jit(jax.grad(loss, (0, 1), has_aux=True)).lower(inputs, more or {}, dout)
+    program = lowered.compile()
+    (grads, others), out = program(inputs, more or {}, dout)
+    exact, options = [*map(np.asarray, inputs)], jax.tree.map(np.asarray, more or {}) | options
+    close(out, reference.attention(*exact, **options)[0], tolerance)
+    expected: Any = reference.attention_grads(np.asarray(dout), *exact, **options)
+    close(grads, [*expected[:3]], tolerance)
+    for name, grad in others.items():
+        wanted = getattr(expected, f"d{name}")
+        if wanted.shape != grad.shape:  # by the batch, for which the oracle's is written out
+            wanted = wanted.sum(axis=0, keepdims=True)
+        close(grad, wanted, tolerance)
+    return lowered, program

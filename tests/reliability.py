@@ -86,7 +86,7 @@ PROMISES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "importing and running opens no connection; nothing from outside is unpickled or evaluated",
         (
             ("core", "core/test_sources.py"), ("torch", "torch_only/test_offline.py"),
-            ("jax", "jax_only/test_offline.py"),
+            ("jax", "jax_only/test_commands.py::test_jax_stays_offline"),
         ),
     ),
     "names": (

@@ -108,11 +108,3 @@ def schedules_of(program: Any) -> list[tuple[str, list[int]]]:
 def letters(program: Any) -> str:
     """Return the schedule of the whole program as letters."""
     return schedules_of(program)[-1][0]
-
-
-def memory_allowed() -> tuple[float, float]:
-    """Return the bytes that the forward and the backward may use: slots and accumulators."""
-    slots = 2 * LOCAL * KV_HEADS * 2 * DIM * 2
-    rows = LOCAL * HEADS * DIM * 4
-    grads = 3 * LOCAL * KV_HEADS * 2 * DIM * 4
-    return slots + rows, slots + rows + grads

@@ -14,7 +14,7 @@ from backends.triton_compiler import STEPS, pretend
 from cases import RINGS, Case, Segments
 from tolerances import assert_close
 
-from ring_core import Mask
+from ring_core import LAYOUTS, Mask
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu.hopper import run as _roles
 
@@ -113,36 +113,25 @@ def test_on_one_gpu(
 MASKS = {
     "causal": CAUSAL, "full": Mask(),
     "documents": Mask(causal=True, cu_seqlens=(0, 3, 90, 400, 402, 777, 1001)),
+    "window": Mask(causal=True, window=(500, 0), cu_seqlens=(0, 3, 90, 400, 402, 777, 1024)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ring", RINGS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mask", MASKS)
-def test_in_the_ring(mask: str, ring: str, size: int, calls: list[str]) -> None:
-    layout, strategy = RINGS[ring]
-    usual = {**USUAL, "seq_len": 1001 if mask == "documents" else 1024}
-    name = f"hopper-{mask}-{ring}-cp{size}"
-    case = Case(name, MASKS[mask], layout, size, strategy=strategy, **usual)
-    assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
-    assert "fwd" in calls
-
-
-WINDOW = Mask(causal=True, window=(500, 0), cu_seqlens=(0, 3, 90, 400, 402, 777, 1024))
-
-
 @pytest.mark.parametrize(
-    ("layout", "mask"),
+    ("mask", "layout", "strategy"),
     [
-        *product(["contiguous", "zigzag", "striped"], [CAUSAL, Mask()]),
-        *product(["contiguous", "zigzag"], [WINDOW]),
+        *((mask, *ring) for mask, ring in product(["causal", "full", "documents"], RINGS.values())),
+        *product(["causal", "full"], LAYOUTS, ["gather"]),
+        *product(["window"], ["contiguous", "zigzag"], ["gather"]),
     ],
-    ids=lambda x: x.describe() if isinstance(x, Mask) else x,
 )
 @pytest.mark.parametrize("size", SIZES)
-def test_over_gathered_keys(mask: Mask, layout: Any, size: int, calls: list[str]) -> None:
-    usual = {**USUAL, "seq_len": 1024, "batch": 2}
-    case = Case(f"hopper-{mask.describe()}-{layout}-all{size}", mask, layout, size, **usual)
-    results = JaxBackend(ring_attention).run(case, kernel="triton", strategy="gather")
-    assert_close(case, results)
-    assert set(calls) == {"fwd", "bwd_dkv"}
+def test_in_the_ring(mask: str, layout: Any, strategy: Any, size: int, calls: list[str]) -> None:
+    """Over keys that are gathered, too."""
+    gathers = strategy == "gather"
+    usual = USUAL | {"seq_len": 1001 if mask == "documents" else 1024, "batch": 1 + gathers}
+    name = f"hopper-{mask}-{layout}-{strategy}-cp{size}"
+    case = Case(name, MASKS[mask], layout, size, strategy="ring" if gathers else strategy, **usual)
+    way = "gather" if gathers else "auto"
+    assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton", strategy=way))
+    assert set(calls) == {"fwd", "bwd_dkv"} if gathers else "fwd" in calls

@@ -1,11 +1,13 @@
-"""The kernels compile for GPUs without having one, and fit their registers and memory."""
+"""Compiled for GPUs without having one: kernels fit registers and memory, and rings overlap."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,29 @@ def test_strides_may_exceed_32_bits() -> None:
     command = [sys.executable, "-c", LONG]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert len(done.stdout.splitlines()) == 2, done.stdout
+
+
+def _library() -> Path | None:
+    """Find JAX's plug-in for CUDA."""
+    spec = find_spec("jax_plugins.xla_cuda13") if find_spec("jax_plugins") else None
+    return Path(spec.origin).with_name("xla_cuda_plugin.so") if spec and spec.origin else None
+
+
+@pytest.mark.skipif(
+    _library() is None and "RING_HAS_GPU_COMPILER" not in os.environ,
+    reason="needs jax-cuda13-pjrt; nox -s gpu_schedule has it",
+)
+def test_loops_transfer_beside_attention_and_copy_nothing() -> None:
+    """In XLA's GPU schedule a loop iteration is two stages of start, attention, done.
+
+    It swaps slots without copies.
+    """
+    assert _library() is not None, "this session installs jax-cuda13-pjrt, and it is not there"
+    script = Path(__file__).parents[1] / "backends" / "gpu_compiled.py"
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(_library())], env=os.environ | flags, capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [["SKDSKD", []]] * 2

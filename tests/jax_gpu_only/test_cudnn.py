@@ -85,40 +85,15 @@ def test_vmap() -> None:
 
 
 def refused(q_dim: int = 16, v_dim: int = 16, length: int = 64, **options: Any) -> str:
+    """Return why a call is refused, over four devices if a layout is named."""
     q = jnp.zeros((1, length, 2, q_dim), options.pop("dtype", "bfloat16"))
     v = q if q_dim == v_dim else jnp.zeros((1, length, 2, v_dim), q.dtype)
+    call: Any = partial(ring_attention, axis_name=None)
+    if (layout := options.pop("layout", None)) is not None:
+        call = over(4, layout).attention
     with pytest.raises(UnsupportedError) as error:
-        ring_attention(q, q, v, axis_name=None, kernel="cudnn", **options)
+        call(q, q, v, kernel="cudnn", **options)
     return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
-        ({"q_dim": 264}, "up to 256, not 264"),
-        ({"deterministic": True}, "has no deterministic=True"),
-        ({"softcap": 5.0}, "has no softcap"),
-        ({"softmax_scale": -1.0}, "has no softmax_scale <= 0"),
-        ({"return_lse": True}, "has no gradient through lse"),
-        ({"segment_ids": jnp.zeros((1, 64), jnp.int32)}, "has no segment_ids"),
-        ({"alibi_slopes": jnp.ones(2)}, "has no alibi_slopes"),
-        ({"dropout_p": 0.1, "dropout_seed": 1}, "has no dropout_p"),
-        ({"mask": Mask(predicate=lambda q, k: q >= k)}, "has no predicate masks"),
-        ({"cu_seqlens": (0, 20, 64)}, "has no blocks of several documents"),
-        ({"window": (3, 3)}, "takes whole rectangles and causal squares only"),
-        ({"mask": jnp.ones((64, 64), bool)}, "has no masks that are arrays"),
-        ({"bias": jnp.zeros((1, 1, 64, 64))}, "takes a bias in bfloat16, not float32"),
-        ({"length": 63, "bias": jnp.zeros((1, 1, 63, 63), "bfloat16")}, "even numbers"),
-        (
-            {"causal": True, "window": (9, 0), "bias": jnp.zeros((1, 1, 64, 64), "bfloat16")},
-            "has no window beside a bias",
-        ),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_refusals(options: dict[str, Any], reason: str) -> None:
-    assert reason in refused(**options)
 
 
 def over(size: int, layout: Any = "zigzag") -> ContextParallel:
@@ -126,45 +101,55 @@ def over(size: int, layout: Any = "zigzag") -> ContextParallel:
     return ContextParallel(mesh, axis_name="cp", layout=layout)
 
 
-@pytest.mark.parametrize(
-    ("layout", "options", "reason"),
-    [
-        ("contiguous", {"strategy": "balanced"}, "has no ranks that help each other"),
-        ("zigzag", {"strategy": "gather"}, "takes one rectangle a rank and step"),
-        ("zigzag", {"window": (20, 0)}, "takes one rectangle a rank and step"),
-        ("contiguous", {"window": (20, 0)}, "takes whole rectangles and causal squares only"),
-    ],
-)
-def test_refusals_of_a_plan(layout: Any, options: dict[str, Any], reason: str) -> None:
-    x = jnp.zeros((1, 64, 2, 256), "bfloat16")
-    with pytest.raises(UnsupportedError, match=reason):
-        over(4, layout).attention(x, x, x, causal=True, kernel="cudnn", **options)
+WIDE: dict[str, Any] = {"q_dim": 256, "v_dim": 256}
+BIAS = {"bias": jnp.zeros((1, 2, 8, 8), "bfloat16")}
+WINDOW = {"causal": True, "window": (20, 0)}
+ONE_RECTANGLE = "takes one rectangle a rank and step"
+CAUSAL_SQUARES = "takes whole rectangles and causal squares only"
+#: Options of a call, which are those of a plan where they have a layout, and why it is refused.
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
+    ({"q_dim": 264}, "up to 256, not 264"),
+    ({"deterministic": True}, "has no deterministic=True"),
+    ({"softcap": 5.0}, "has no softcap"),
+    ({"softmax_scale": -1.0}, "has no softmax_scale <= 0"),
+    ({"return_lse": True}, "has no gradient through lse"),
+    ({"segment_ids": jnp.zeros((1, 64), jnp.int32)}, "has no segment_ids"),
+    ({"alibi_slopes": jnp.ones(2)}, "has no alibi_slopes"),
+    ({"dropout_p": 0.1, "dropout_seed": 1}, "has no dropout_p"),
+    ({"mask": Mask(predicate=lambda q, k: q >= k)}, "has no predicate masks"),
+    ({"cu_seqlens": (0, 20, 64)}, "has no blocks of several documents"),
+    ({"window": (3, 3)}, CAUSAL_SQUARES),
+    ({"mask": jnp.ones((64, 64), bool)}, "has no masks that are arrays"),
+    ({"bias": jnp.zeros((1, 1, 64, 64))}, "takes a bias in bfloat16, not float32"),
+    ({"length": 63, "bias": jnp.zeros((1, 1, 63, 63), "bfloat16")}, "even numbers"),
+    (WINDOW | {"bias": jnp.zeros((1, 1, 64, 64), "bfloat16")}, "has no window beside a bias"),
+    (WIDE | {"causal": True, "layout": "contiguous", "strategy": "balanced"}, "has no ranks that help each other"),
+    (WIDE | {"causal": True, "layout": "zigzag", "strategy": "gather"}, ONE_RECTANGLE),
+    (WIDE | WINDOW | {"layout": "zigzag"}, ONE_RECTANGLE),
+    (WIDE | WINDOW | {"layout": "contiguous"}, CAUSAL_SQUARES),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("capability", "version", "reason"),
-    [
+@pytest.mark.parametrize(("options", "reason"), REFUSALS)
+def test_refusals(options: dict[str, Any], reason: str) -> None:
+    assert reason in refused(**options)
+
+
+def test_refusals_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    dims = "takes head dims up to 128, on Hopper up to 256, not 256"
+    for capability, version, reason in (
         (90, None, "cuDNN is not installed"),
-        (75, 91000, "needs compute capability 8.0, not 7.5"),
-        (80, 91000, "takes head dims up to 128, on Hopper up to 256, not 256"),
-        (100, 91000, "takes head dims up to 128, on Hopper up to 256, not 256"),
-    ],
-)
-def test_refusals_of_a_gpu(
-    capability: int, version: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_cudnn, "compute_capability", lambda: capability)
-    monkeypatch.setattr(fmha, "cudnn_version", lambda: version)
-    assert reason in refused(256, 256)
+        (75, 91000, "needs compute capability 8.0, not 7.5"), (80, 91000, dims), (100, 91000, dims),
+    ):  # fmt: skip
+        monkeypatch.setattr(_cudnn, "compute_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(fmha, "cudnn_version", lambda version=version: version)
+        assert reason in refused(256, 256)
 
 
 def explained(dims: tuple[int, int] = (256, 256), **options: Any) -> list[str]:
     q, v = (jnp.zeros((1, 8, 2, dim), "bfloat16") for dim in dims)
     return over(1).explain(q, q, v, causal=True, **options).splitlines()
-
-
-BIAS = {"bias": jnp.zeros((1, 2, 8, 8), "bfloat16")}
-WINDOW = {"window": (3, 0)}
 
 
 @pytest.mark.parametrize(
@@ -173,8 +158,7 @@ WINDOW = {"window": (3, 0)}
         ((128, 128), {}, "triton", ""), ((64, 64), {}, "cudnn", ""), ((96, 96), {}, "triton", ""),
         ((136, 136), {}, "cudnn", ""), ((192, 128), {}, "cudnn", ""), ((256, 256), {}, "cudnn", ""),
         ((64, 192), {}, "cudnn", ""), ((64, 64), BIAS, "cudnn", ""), ((256, 256), BIAS, "cudnn", ""),
-        ((64, 64), WINDOW, "triton", ""), ((128, 128), WINDOW, "triton", ""),
-        ((192, 192), WINDOW, "cudnn", ""), ((256, 256), WINDOW, "cudnn", ""),
+        *(((x, x), {"window": (3, 0)}, "triton" if x < 192 else "cudnn", "") for x in (64, 128, 192, 256)),
         ((256, 256), {"softcap": 3.0}, "triton", "  not cudnn (cuda): has no softcap"),
         ((256, 256), {"kernel": KernelConfig(block_q=64)}, "triton", "has no choice of block_q and block_k"),
     ],
@@ -231,6 +215,7 @@ HEADS_BEHIND = "tensor<2x64x4x256xbf16>, tensor<2x64x2x256xbf16>"  # behind toke
     [
         # Types of operands of the forward and of the backward: lse is float32.
         ((256, 256), {"causal": True}, "Softmax", (HEADS_BEHIND, "tensor<2x4x64xf32>")),
+        ((256, 256), {"causal": True, "window": (9, 0)}, "Softmax", (HEADS_BEHIND,) * 2),
         ((64, 64), {"bias": (1, 4, 64, 64)}, "ScaleBiasSoftmax", ("tensor<1x4x64x64xbf16>",) * 2),
         # DeepSeek's 192/128 is passed on if cuDNN can run it; other dims are padded with zeros.
         ((192, 128), {"causal": True}, "Softmax", ("2x192xbf16>, tensor<2x64x2x128xbf16>",) * 2),
@@ -245,40 +230,18 @@ def test_lowered_for_a_gpu(
     options = dict(options)
     if (version := options.pop("version", None)) is not None:
         monkeypatch.setattr(fmha, "cudnn_version", lambda: version)
-    text = lowered(dims, kernel="cudnn", **options)
+    text = lowered(dims, kernel="cudnn", **options).replace("\\22", '"')
     (forward, of_forward), (backward, of_backward) = calls(text)
     assert (forward, backward) == (f"__cudnn$fmha{kind}", f"__cudnn$fmha{kind}Backward")
     assert types[0] in of_forward.partition("->")[0] and types[1] in of_backward.partition("->")[0]
     assert "tensor<2x4x64xf32>" in of_forward.partition("->")[2]  # lse
+    mask = "CAUSAL" if "causal" in options else "NO_MASK"
+    assert set(re.findall(r'"mask_type": "(\w+)"', text)) == {mask}
+    window = "10" if "window" in options else "0"
+    assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {window}
     if "bias" in options:
         assert "tensor<1x4x64x64xbf16>" in of_backward.partition("->")[2]
         assert "gather" not in text and "scatter" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "mask", "window"),
-    [
-        ({"causal": True}, "CAUSAL", "0"), ({}, "NO_MASK", "0"),
-        ({"causal": True, "window": (9, 0)}, "CAUSAL", "10"),
-    ],
-)  # fmt: skip
-def test_lowered_masks(options: dict[str, Any], mask: str, window: str) -> None:
-    text = lowered(**options).replace("\\22", '"')
-    assert set(re.findall(r'"mask_type": "(\w+)"', text)) == {mask}
-    assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {window}
-
-
-def test_a_ring_lowered_for_a_gpu() -> None:
-    x = jnp.zeros((1, 64, 2, 256), "bfloat16")
-
-    def both(*x: Any) -> Any:
-        out, pull = jax.vjp(lambda *x: over(4).attention(*x, causal=True), *x)
-        return out, pull(out)
-
-    text = jax.jit(both).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
-    names = [name for name, _ in calls(text)]
-    assert names.count("__cudnn$fmhaSoftmax") == names.count("__cudnn$fmhaSoftmaxBackward") == 7
-    assert "ring_triton" not in text
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
@@ -299,8 +262,6 @@ def test_exports_for_other_platforms(kernel: str, platforms: tuple[str, ...]) ->
         message = "'cudnn': runs on NVIDIA GPUs, and this"
         with pytest.raises(UnsupportedError, match=message):
             export(x)
-        with jax.disable_jit(), pytest.raises(UnsupportedError, match=message):  # no program
-            ring_attention(*[jnp.ones(x.shape, x.dtype)] * 3, axis_name=None, kernel=kernel)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -326,7 +287,9 @@ def test_programs_over_an_abstract_mesh(strategy: str, kind: AxisType) -> None:
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert "cudnn" not in text and "while" in text
     if strategy == "ring":
-        assert "cudnn" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        names = [name for name, _ in calls(traced.lower(lowering_platforms=("cuda",)).as_text())]
+        passes = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+        assert sorted(names) == sorted(passes * 7)
 
 
 def test_what_jax_calls_it_with(monkeypatch: pytest.MonkeyPatch) -> None:

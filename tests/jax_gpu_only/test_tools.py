@@ -1,4 +1,7 @@
-"""The autotuner, on interpreted kernels, the benchmarks of JAX on GPUs, and XLA's flags."""
+"""The autotuner, on interpreted kernels, the benchmarks of JAX on GPUs, and XLA's flags.
+
+Benchmarks time right results alone: what is wrong has no time.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import backends.triton_interpreter  # noqa: F401 - imported for its effect: it interprets the kernels
 import pytest
 
+from benchmarks.common.cases import JAX_ROWS, Rival, Setting
+from benchmarks.common.tables import table
+from benchmarks.common.turns import passing
+from benchmarks.jax import methods, options, scaling
+from benchmarks.jax.methods import exact, kernel
 from ring_core.triton import tile_configs
 from ring_core.triton.tile_configs import Row
 from ring_jax_gpu import tune
@@ -25,8 +34,13 @@ ROW = Row("fwd", 2, 64, per_score_inputs=False, q=128, k=128, warps=8, stages=3)
 
 @pytest.fixture(autouse=True)
 def _few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "HEADS", 4)
-    monkeypatch.setattr(tune, "KV_HEADS", 1)
+    replace_all(monkeypatch, tune, {"HEADS": 4, "KV_HEADS": 1})
+
+
+def replace_all(patched: pytest.MonkeyPatch, module: Any, values: dict[str, Any]) -> None:
+    """Replace attributes of a module."""
+    for name, value in values.items():
+        patched.setattr(module, name, value)
 
 
 def test_sizes_first_then_stages() -> None:
@@ -92,8 +106,7 @@ def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     path, timer = tmp_path / "blocks.json", tune.timer
     values = {"SIZES": (16, 32), "WARPS": (4,), "STAGES": (2,), "_seconds": lambda *_: 2.0}
-    for name, value in {**values, "device": lambda: "a GPU"}.items():
-        monkeypatch.setattr(tune, name, value)
+    replace_all(monkeypatch, tune, values | {"device": lambda: "a GPU"})
     arguments = ["tune", str(path), "--kernels", "fwd", "--tokens", "32", "--head-dims"]
     assert main([*arguments, "64", "--verbose"]) == 0
     assert tile_configs.read_table(str(path)) == tile_configs.default_table(), "nothing was faster"
@@ -138,6 +151,87 @@ def test_refusals(
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x.json").exists()
     assert (tmp_path / "mine.txt").read_text() == "not a table"
+
+
+@pytest.mark.nightly
+def test_the_benchmark_of_rings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The benchmark runs on host devices with XLA's kernel; a second run keeps the first's rows."""
+
+    def wrong(*args: Any) -> Any:
+        method = methods.all_gather(*args, implementation="xla")
+        return method._replace(attend=lambda *x: method.attend(*x) * 2)
+
+    ways = {
+        "one": partial(methods.one, kernel="xla"), "ring": partial(methods.ours, kernel="xla"),
+        "wrong": wrong, "gather": partial(methods.ours, strategy="gather", kernel="xla"),
+        "all-gather": partial(methods.all_gather, implementation="xla"),
+        "zigzag": partial(methods.zigzag, implementation="xla"),
+    }  # fmt: skip
+    settings = [Setting(2048, 4, 2, dim=16, mask=mask) for mask in ("causal", "window")]
+    values = {"METHODS": ways, "JAX_SETTINGS": settings, "GATE_LENGTH": 256}
+    replace_all(monkeypatch, scaling, values)
+    path = tmp_path / "figures.json"
+    arguments = ["--json", str(path), "--gpus", "2", "--methods"]
+    assert scaling.main([*arguments, "one", "ring"]) == 0
+    assert scaling.main([*arguments, *ways]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    # What is wrong or refused has its row at once, and all others when they are timed.
+    assert [row["method"] for row in rows] == [
+        *["one", "ring"] * 2, "wrong", "gather", "all-gather", "zigzag", "wrong", "zigzag",
+        "gather", "all-gather",
+    ]  # fmt: skip
+    without = [n for n, row in enumerate(rows) if "forward" not in row]
+    assert without == [4, 8, 9] and "causal masks" in rows[9]["failed"]
+    assert {row["auto"] for row in rows if row["method"] == "ring"} == {"ring"}
+    assert "`ring` (`auto`)" in table(rows)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a small benchmark of methods that are right, wrong, and refuse."""
+
+    def right(q: Any, *x: Any, mask: Any) -> Any:
+        return exact(*(y.astype("float32") for y in (q, *x)), mask=mask).astype(q.dtype)
+
+    def forgets_the_scale(q: Any, *x: Any, mask: Any) -> Any:
+        return right(2 * q, *x, mask=mask)
+
+    def refuses(*_: Any, mask: Any) -> Any:
+        raise ValueError(f"no such head dims\nfor {mask}")
+
+    ring = partial(kernel, name="xla")
+    ways = {"ring": ring, "triton": right, "cudnn": forgets_the_scale, "other": refuses}
+    rivals = tuple(Rival(name, name) for name in ways if name != "ring")
+    rows = tuple(
+        replace(x, heads=4, kv_heads=2, dim=x.dim // 8, v_dim=x.v_dim // 8, rivals=rivals)
+        for x in JAX_ROWS
+    )
+    values = {"METHODS": ways, "JAX_ROWS": rows, "WINDOW": 20, "GATE_LENGTH": 96, "TURN": 0.001}
+    replace_all(monkeypatch, options, values)
+    return options
+
+
+def test_what_is_wrong_is_not_timed(small: Any) -> None:
+    for row in small.JAX_ROWS:
+        if row.name in ("window", "bias"):
+            wrong = small.errors(row)
+            assert wrong["other"] == "ValueError: no such head dims"
+            assert passing(wrong) == ["ring", "triton"]
+            assert passing({**wrong, "other": float("nan")}) == ["ring", "triton"]
+
+
+@pytest.mark.nightly
+def test_the_benchmark_of_options(small: Any, tmp_path: Path) -> None:
+    path = tmp_path / "found" / "figures.json"
+    rows = ["192/128, 32/8", "bias"]
+    assert small.main(["--length=64", "--rounds=3", "--json", str(path), "--rows", *rows]) == 0
+    report = json.loads(path.read_text())
+    assert report["environment"]["length"] == 64
+    assert [row["row"] for row in report["rows"]] == rows
+    for row in report["rows"]:
+        assert set(row["milliseconds"]["both"]) == {"ring", "triton"}
+        assert set(row["ratio"]["forward"]) == {"triton"}
+        assert row["kernel"] == "triton"
 
 
 MODE, LIMIT = XLA_FLAGS

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import re
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +37,8 @@ from adapted import (
 )
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
-from jax_meshes import TOKENS, close, context, in_ring, mesh_of, random
+from jax_meshes import close, context, in_ring, mesh_of, random
+from refused import refused
 
 import ring_jax.equinox
 from ring_core import KernelConfig, LayoutSpec, Mask, UnsupportedError
@@ -49,35 +48,20 @@ from ring_jax.maxtext import with_ring
 from ring_jax.nn import make_dot_product_attention
 
 
-@pytest.mark.parametrize("flax", [nnx, linen], ids=["nnx", "linen"])
-def test_signature_of_flax(flax: Any) -> None:
-    """The ``attention_fn`` has all of Flax's arguments: Linen drops those that it does not name."""
-    expected = parameters(flax.dot_product_attention)
-    actual = parameters(make_attention_fn(ONE))
-    assert expected.keys() <= actual.keys()
-    shared = list(expected)[: list(expected).index("module") + 1]
-    assert list(actual)[: len(shared)] == shared
-    for name in expected.keys() - {"promote_dtype"}:  # its default promotes dtypes as ours does
-        assert actual[name][1] == expected[name][1], name
-
-
-def test_one_module_imports_a_framework() -> None:
-    folder = Path(ring_jax.__file__).parent
-    imports = re.compile(r"^\s*(?:from|import) (?:flax|equinox|ring_jax\.equinox)\b", re.MULTILINE)
-    importing = [path.name for path in folder.rglob("*.py") if imports.search(path.read_text())]
-    assert importing == ["equinox.py"]
-
-
 def seed_of(key: jax.Array) -> int:
     low, high = np.asarray(jax.random.bits(key, (2,), jnp.uint32)).tolist()
     return int(low + (high << 32))
 
 
+#: A mask of Flax's own functions, in floats.
+MADE: Any = linen.combine_masks(
+    linen.make_causal_mask(jnp.asarray(SHOWN)), linen.make_attention_mask(jnp.asarray(SHOWN), jnp.asarray(SHOWN))
+)  # fmt: skip
 DROPPING = {"dropout_rng": KEY, "dropout_rate": 0.25, "broadcast_dropout": False}
 DROPPED = {"dropout_p": 0.25, "dropout_seed": seed_of(KEY)}
 FLAX: dict[str, Row] = {
     "bias": Honoured({"bias": BIAS[0]}, {"bias": BIAS}),
-    "mask": Honoured({"mask": SHOWN[:, None, None]}, HIDDEN),
+    "mask": Honoured({"mask": MADE}, {"bias": np.where(MADE, 0, -np.inf)}),
     "broadcast_dropout": Refused(DROPPING | {"broadcast_dropout": True}, "pass False"),
     "dropout_rng": Honoured(DROPPING, DROPPED),
     "dropout_rate": Same(DROPPING | {"dropout_rate": 0.0}, {}),
@@ -100,8 +84,15 @@ def test_every_argument_of_flax_is_honoured_or_refused(name: str) -> None:
     check_row(make_attention_fn(ONE), name, FLAX[name])
 
 
-def test_the_table_holds_every_argument_of_flax() -> None:
-    assert parameters(make_attention_fn(ONE)).keys() == {"query", "key", "value"} | FLAX.keys()
+@pytest.mark.parametrize("flax", [nnx, linen], ids=["nnx", "linen"])
+def test_the_table_holds_every_argument_of_flax(flax: Any) -> None:
+    """All of Flax's arguments are named: Linen drops those that ``attention_fn`` does not name."""
+    expected, actual = map(parameters, (flax.dot_product_attention, make_attention_fn(ONE)))
+    assert actual.keys() == {"query", "key", "value"} | FLAX.keys()
+    shared = list(expected)[: list(expected).index("module") + 1]
+    assert list(actual)[: len(shared)] == shared
+    for name in expected.keys() - {"promote_dtype"}:  # its default promotes dtypes as ours does
+        assert actual[name][1] == expected[name][1], name
 
 
 def test_dtypes_of_flax() -> None:
@@ -112,24 +103,18 @@ def test_dtypes_of_flax() -> None:
     assert jax.eval_shape(partial(attend, dtype=jnp.bfloat16), q, k, v).dtype == jnp.bfloat16
 
 
-@pytest.mark.nightly(only=["shard_map"])  # per change the tests of jax.nn run it
-@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-def test_flax_on_two_devices(where: str) -> None:
+def test_flax_on_two_devices() -> None:
     cp = context()
-    local = partial(ring_attention, axis_name="cp", layout="zigzag")
-    attend = make_attention_fn(cp.attention if where == "global arrays" else local)
+    attend = make_attention_fn(cp.attention)
 
     def call(q: Any, k: Any, v: Any, ids: Any, shown: Any, bias: Any, key: Any) -> Any:
         dropping = DROPPING | {"dropout_rng": key}
         packed = attend(q, k, v, bias, Segments(ids), is_causal=True, **dropping)
         return packed, attend(q, k, v, mask=shown[:, None, None])
 
-    if where == "shard_map":
-        call = in_ring(call, in_specs=(*[TOKENS] * 5, P(None, None, "cp"), P()))
     arrays = [cp.shard(jnp.asarray(x)) for x in (*QKV, IDS, SHOWN)]
     packed, padded = jax.jit(call)(*arrays, cp.shard(BIAS, dim=2), KEY)
-    packing = {"segment_ids": IDS, "bias": BIAS, "causal": True}
-    close(cp.unshard(packed), dense(**DROPPED, **packing))
+    close(cp.unshard(packed), dense(**DROPPED, segment_ids=IDS, bias=BIAS, causal=True))
     close(cp.unshard(padded), dense(**HIDDEN))
 
 
@@ -156,24 +141,12 @@ def test_a_rule_may_be_the_mask() -> None:
 
 
 @pytest.mark.parametrize("make", [make_attention_fn, make_dot_product_attention])
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        (jax.nn.dot_product_attention, "attention must be"),
-        (ring_attention, "axis_name="),
-        (partial(ONE, QKV[0]), "bound by name"),
-        (partial(ONE, windows=(1, 0)), "no option windows; known: .*window"),
-        (partial(ONE, return_lse=True), "return_lse must not"),
-    ],
-)
-def test_only_attentions_of_this_package(make: Any, attention: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(attention)
-
-
-def test_signature_of_jax_nn() -> None:
-    ours = make_dot_product_attention(ONE)
-    assert parameters(ours) == parameters(jax.nn.dot_product_attention)
+def test_only_attentions_of_this_package(make: Any) -> None:
+    refused("attention must be", make, jax.nn.dot_product_attention)
+    refused("axis_name=", make, ring_attention)
+    refused("bound by name", make, partial(ONE, QKV[0]))
+    refused("no option windows; known: .*window", make, partial(ONE, windows=(1, 0)))
+    refused("return_lse must not", make, partial(ONE, return_lse=True))
 
 
 LENGTHS = jnp.array([11, 16], jnp.int32)
@@ -183,8 +156,12 @@ JAX_NN: dict[str, dict[str, Any]] = {
     "query_seq_lengths": {"query_seq_lengths": LENGTHS},
     "key_value_seq_lengths": {"key_value_seq_lengths": LENGTHS},
     "local_window_size": {"local_window_size": (5, 1)},
+    **{
+        f"mask of {shape}": {"mask": jnp.asarray((np.asarray(random(*shape, seed=6)) < 0) | np.eye(T, dtype=bool)), "is_causal": True}
+        for shape in ((T, T), (H, T, T), (1, 1, T, T), (B, 1, T, T), (B, H, T, T))
+    },
     "both masks": {"mask": jnp.asarray(SHOWN)[:, None, None], "key_value_seq_lengths": LENGTHS - 3},
-}
+}  # fmt: skip
 
 
 OPTIONS_OF_JAX_NN: list[Same] = [
@@ -212,10 +189,12 @@ def test_options_by_another_name(row: Same) -> None:
 
 
 def test_the_table_holds_every_argument_of_jax_nn() -> None:
+    ours = parameters(make_dot_product_attention(ONE))
+    assert ours == parameters(jax.nn.dot_product_attention)
     elsewhere = {
         "query", "key", "value", "scale", "is_causal", "implementation", "return_residual"
     }  # fmt: skip
-    assert parameters(make_dot_product_attention(ONE)).keys() <= elsewhere | JAX_NN.keys()
+    assert ours.keys() <= elsewhere | JAX_NN.keys()
 
 
 def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
@@ -288,19 +267,12 @@ class Peculiar(eqx.nn.MultiheadAttention):
     """Subclass that may have changed anything."""
 
 
-@pytest.mark.parametrize(
-    ("model", "attention", "message", "kind"),
-    [
-        ([jnp.ones(3)], ONE, "there is no equinox.nn.MultiheadAttention", ValueError),
-        ([object.__new__(Peculiar)], ONE, "^Peculiar is a subclass", UnsupportedError),
-        ([module_of()], jax.nn.dot_product_attention, "attention must be", ValueError),
-    ],
-)
-def test_models_that_cannot_be_converted(
-    model: Any, attention: Any, message: str, kind: type[ValueError]
-) -> None:
-    with pytest.raises(kind, match=message):
-        ring_jax.equinox.convert(model, attention)
+def test_models_that_cannot_be_converted() -> None:
+    convert = ring_jax.equinox.convert
+    refused("there is no equinox.nn.MultiheadAttention", convert, [jnp.ones(3)], ONE)
+    other = object.__new__(Peculiar)
+    refused("^Peculiar is a subclass", convert, [other], ONE, error=UnsupportedError)
+    refused("attention must be", convert, [module_of()], jax.nn.dot_product_attention)
 
 
 WRITTEN = SHOWN[:, None, None]
@@ -489,5 +461,4 @@ def test_what_has_no_counterpart_is_refused(
     settings: dict[str, Any], options: dict[str, Any], name: str
 ) -> None:
     arguments = dict(zip("qkv", QKV, strict=True)) | options
-    with pytest.raises(UnsupportedError, match=f"^{name}: "):
-        call(operation(**settings), **arguments)
+    refused(f"^{name}: ", call, operation(**settings), **arguments, error=UnsupportedError)

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from cases import RINGS
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jax_meshes import KINDS, TOKENS, close, context, in_ring, mesh_of, random
+from jax_meshes import KINDS, TOKENS, check_passes, close, context, in_ring, mesh_of, random
+from refused import refused
 
 from ring_core import ChunkLayout, Mask, UnsupportedError, make_plan, reference, ring_program, viz
 from ring_jax import RESIDUALS, ContextParallel, __version__, ring_attention
@@ -25,6 +26,7 @@ from ring_jax.records import AttentionOptions, CallOptions
 
 Q, KV = (4, 16, 4, 8), (4, 16, 2, 8)
 CALL = partial(ring_attention, axis_name="cp", causal=True)
+DOUT = random(*Q, seed=3)
 
 
 def qkv() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -40,14 +42,14 @@ def dense(*args: jax.Array, **options: Any) -> np.ndarray[Any, Any]:
 
 def gradients(function: Callable[..., Any], *args: jax.Array) -> Any:
     def loss(*args: jax.Array) -> Any:
-        return (function(*args) * random(*Q, seed=3)).sum()
+        return (function(*args) * DOUT).sum()
 
     return jax.jit(jax.grad(loss, argnums=tuple(range(len(args)))))(*args)
 
 
 def dense_gradients(*args: jax.Array, **options: Any) -> Any:
-    weight = np.asarray(random(*Q, seed=3))
-    return reference.attention_grads(weight, *map(np.asarray, args), causal=True, **options)
+    x = map(np.asarray, (DOUT, *args))
+    return reference.attention_grads(*x, causal=True, **options)
 
 
 def test_under_vmap_scan_and_remat() -> None:
@@ -80,15 +82,13 @@ def test_under_vmap_scan_and_remat() -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> None:
     """Replicated sinks on a mesh with data parallelism get one summed gradient, not several."""
-    sinks, args = random(4, seed=5), qkv()
     tokens = P("dp", "cp")
-    function = jax.shard_map(
+    function: Any = jax.shard_map(
         lambda q, k, v, sinks: CALL(q, k, v, sinks=sinks), mesh=mesh_of(dp=2, cp=4),
         in_specs=(tokens,) * 3 + (P(),), out_specs=tokens, check_vma=check_vma,
     )  # fmt: skip
-    actual = gradients(function, *args, sinks)
-    expected = dense_gradients(*args, sinks=np.asarray(sinks))
-    close(actual, (*expected[:3], expected.dsinks))
+    more = {"sinks": random(4, seed=5)}
+    check_passes(lambda *x, sinks: function(*x, sinks), qkv(), DOUT, more, causal=True)
 
 
 SLOPES = 2.0 ** -np.arange(1, 5, dtype=np.float32)
@@ -101,28 +101,31 @@ SLOPES = 2.0 ** -np.arange(1, 5, dtype=np.float32)
     [*RINGS.values(), (ChunkLayout(((0, 3), (1, 2))), "ring")], ids=[*RINGS, "chunks"],
 )  # fmt: skip
 def test_context_parallel(kind: str, layout: Any, strategy: str) -> None:
+    """All options of global arrays, on a mesh that splits the batch and heads."""
     mesh = mesh_of(KINDS[kind], dp=2, cp=2, tp=2)
     axes: tuple[Any, Any] = ("dp", "tp") if kind == "explicit" else (("dp", "tp"), None)
     cp = ContextParallel(mesh, "cp", *axes, layout)
     ids = np.sort(np.random.default_rng(4).integers(0, 3, Q[:2])).astype(np.int32)
-    sinks, bias = random(4, seed=5), random(1, 4, 16, 16, seed=6)
-    fixed: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 7, "softcap": 3.0}
+    mask = np.array(random(4, 4, 16, 16, seed=7)) < 0.3
+    mask[..., 3, :] = False  # a row that sees nothing
+    # In whole rows the bias is very negative: devices know their largest number.
+    more = {
+        "sinks": random(4, seed=5),
+        "bias": random(1, 4, 16, 16, seed=6).at[:, :, -4:].add(-1e10),
+    }
+    fixed: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 7, "softcap": 3.0, "causal": True}
 
-    def loss(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
-        out = cp.unshard(cp.attention(
-            *map(cp.shard, (q, k, v)), causal=True, sinks=sinks, bias=cp.shard(bias, dim=2),
-            segment_ids=cp.shard(jnp.asarray(ids)), alibi_slopes=jnp.asarray(SLOPES), strategy=strategy, **fixed,
-        ))  # fmt: skip
-        return (out * random(*Q, seed=3)).sum(), out
+    def call(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
+        options: dict[str, Any] = fixed | {
+            "bias": cp.shard(bias, dim=2), "mask": cp.shard(jnp.asarray(mask), dim=2), "sinks": sinks,
+            "segment_ids": cp.shard(jnp.asarray(ids)), "alibi_slopes": jnp.asarray(SLOPES),
+        }  # fmt: skip
+        return cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), strategy=strategy, **options))
 
-    both = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))
+    hidden = np.where(mask, more["bias"], -np.inf)
     with jax.set_mesh(mesh) if kind == "explicit" else nullcontext():
-        actual, out = both(*qkv(), sinks, bias)
-    options = {"sinks": np.asarray(sinks), "bias": np.asarray(bias), **fixed}
-    options |= {"segment_ids": ids, "alibi_slopes": SLOPES}
-    close(out, dense(*qkv(), **options))
-    expected = dense_gradients(*qkv(), **options)
-    close(actual, (*expected[:3], expected.dsinks, expected.dbias))
+        options: dict[str, Any] = {"segment_ids": ids, "alibi_slopes": SLOPES, "bias": hidden}
+        check_passes(call, qkv(), DOUT, more, **options, **fixed)
 
 
 def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +134,7 @@ def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
     Before jax 0.12 their gradients run operation by operation.
     """
     cp = ContextParallel(mesh_of(dp=2, cp=2), "cp", batch_axis="dp")
-    args, weight = [cp.shard(x) for x in qkv()], cp.shard(random(*Q, seed=3))
+    args, weight = [cp.shard(x) for x in qkv()], cp.shard(DOUT)
     fixed: dict[str, Any] = {"causal": True, "dropout_p": 0.25, "alibi_slopes": jnp.asarray(SLOPES)}
     programs = []
     for seed in (5, 6):
@@ -152,19 +155,17 @@ def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
     assert programs[1] == 0
 
 
-def test_signatures_are_those_of_torch() -> None:
-    options = (
-        "seq_len", "causal", "window", "chunk_size", "cu_seqlens", "segment_ids", "mask", "softmax_scale",
-        "softcap", "sinks", "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "strategy", "transport",
-    )  # fmt: skip
+def test_signatures_have_the_same_options() -> None:
+    """Their names and defaults, in this order; those of all public functions are in `tests/api`."""
     call = inspect.signature(ring_attention).parameters
-    assert tuple(call) == ("q", "k", "v", "axis_name", "layout", *options)
+    first, options = [*call][:5], [*call][5:]
+    assert first == ["q", "k", "v", "axis_name", "layout"]
     defaults = {name: call[name].default for name in options}
     assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
     assert list(defaults.items()) == list(CallOptions._field_defaults.items())
     for method in (ContextParallel.attention, ContextParallel.explain):
         shown = inspect.signature(method).parameters
-        assert tuple(shown) == ("self", "q", "k", "v", *options)
+        assert [*shown] == ["self", "q", "k", "v", *options]
         assert {x: shown[x].default for x in options} == defaults
 
 
@@ -209,8 +210,7 @@ def test_one_device_on_a_mesh_with_explicit_axes() -> None:
     replicated = jax.device_put(x, NamedSharding(mesh, P()))
     close(jax.jit(jax.grad(loss))(replicated), expected)  # recompiled for two devices
     split = jax.device_put(x, NamedSharding(mesh, TOKENS))
-    with pytest.raises(ValueError, match=r"axis_name=None runs on one device.*use ContextParallel"):
-        loss(split)
+    refused(r"axis_name=None runs on one device.*use ContextParallel", loss, split)
 
 
 def test_donated_inputs() -> None:
@@ -252,15 +252,12 @@ def test_a_pickle_of_more_devices() -> None:
 def test_heads_that_an_axis_does_not_divide() -> None:
     q, k = FOUR_HEADS, FOUR_HEADS[:, :, :1]
     words = r"heads of k, 1, .*jnp\.repeat\(k, n, axis=2\).*head_axis out"
-    with pytest.raises(ValueError, match=words):
-        SPLIT.attention(q, k, k)
+    refused(words, SPLIT.attention, q, k, k)
     out = SPLIT.attention(q, *[jnp.repeat(k, 2, axis=2)] * 2)  # follows the error's advice
     close(out, ContextParallel(SPLIT.mesh, "cp").attention(q, k, k))
-    with pytest.raises(ValueError, match=r"heads of q, 3, .*Instead: leave head_axis out"):
-        SPLIT.attention(q[:, :, :3], k, k)
+    refused(r"heads of q, 3, .*Instead: leave head_axis out", SPLIT.attention, q[:, :, :3], k, k)
     by_batch = ContextParallel(SPLIT.mesh, "cp", batch_axis="tp")
-    with pytest.raises(ValueError, match=r"batch of q, 1, .*pad the batch"):
-        by_batch.attention(q, q, q)
+    refused(r"batch of q, 1, .*pad the batch", by_batch.attention, q, q, q)
 
 
 CP = context()
@@ -322,8 +319,7 @@ def test_attention_refuses_all_but_the_gradient(asked: str, call: str) -> None:
     function: Any = partial(ask, DERIVED[call])
     if ([*ASKS].index(asked) + [*DERIVED].index(call)) % 2:  # every other one
         function = jax.jit(function)
-    with pytest.raises(UnsupportedError, match=f"{message}.*Instead: use gradients alone"):
-        function(X)
+    refused(f"{message}.*Instead: use gradients alone", function, X, error=UnsupportedError)
 
 
 def test_other_functions_keep_the_words_of_jax() -> None:
@@ -350,52 +346,6 @@ def test_gradients_stay(name: str) -> None:
 
     close(jax.vmap(jax.grad(partial(squares, call)))(X[None])[0], expected, 1e-5)
     close(jax.jit(jax.grad(beside))(X), 2 * expected, 1e-5)
-
-
-LAYOUTS: dict[str, Any] = {
-    "contiguous": "contiguous", "zigzag": "zigzag", "striped": "striped",
-    "chunks": ChunkLayout(((0, 3, 4, 6), (1, 2, 5, 7))),
-}  # fmt: skip
-
-
-@pytest.mark.nightly(
-    unless=["contiguous-explicit", "zigzag-auto", "striped-auto", "chunks-explicit"]
-)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_shard_and_unshard_have_them_all(layout: Any, kind: str) -> None:
-    """Derivatives of ``shard`` and ``unshard`` equal those of permutations by hand."""
-    cp = ContextParallel(mesh_of(KINDS[kind], dp=2, cp=2), "cp", layout=layout)
-    rows = cp.layout_of(16)
-    order = np.concatenate([rows.positions(rank) for rank in range(2)])
-    weight = np.asarray(random(*X.shape, seed=1))
-
-    def function(x: Any, *, by_hand: bool) -> Any:
-        x = x[:, order] if by_hand else cp.shard(x)
-        x = x**3 * weight
-        x = x[:, np.argsort(order)] if by_hand else cp.unshard(x)
-        return (x * weight).sum()
-
-    x, t = np.asarray(X), np.asarray(X[:, ::-1])
-    for derivative in (
-        lambda f: jax.jvp(f, (x,), (t,)),
-        lambda f: jax.grad(f)(x),
-        lambda f: jax.jvp(jax.grad(f), (x,), (t,)),
-        lambda f: jax.grad(lambda a: (jax.grad(f)(a) * t).sum())(x),
-        lambda f: jax.vmap(jax.grad(f))(np.stack([x, t])),
-    ):
-        with jax.set_mesh(cp.mesh):
-            actual = jax.jit(partial(derivative, partial(function, by_hand=False)))()
-        expected = derivative(partial(function, by_hand=True))
-        close(actual, expected, 2e-4)
-
-
-@pytest.mark.parametrize("batch_dim", [0, 1, 2])
-def test_shard_of_a_batch(batch_dim: int) -> None:
-    x = jnp.arange(2 * 3 * 16).reshape(3, 16, 2)  # 3 rows of 16 tokens, twice
-    batched = jnp.moveaxis(x, 2, batch_dim)
-    actual = jax.vmap(CP.shard, in_axes=batch_dim, out_axes=2)(batched)
-    np.testing.assert_array_equal(actual, CP.shard(x))
 
 
 def test_saved_residuals_spare_the_ring() -> None:

@@ -1,4 +1,7 @@
-"""Commands of the package and examples: they say what is right, and notice what is wrong."""
+"""Commands of the package and examples: they say what is right, and notice what is wrong.
+
+Importing and running open no connections, except those of ``jax.distributed``.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_meshes import context
+from offline import run_offline
 
 from ring_core import support_matrix
 from ring_jax.kernels.xla import XlaKernel
@@ -149,13 +151,6 @@ def run_example(name: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def training() -> ModuleType:
-    """Import the training example as a module."""
-    with patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-        return importlib.import_module("train_bytes_jax")
-
-
 PACKED = "--packed --window=20 --layout=contiguous --strategy=balanced --dtype=float64"
 
 
@@ -179,7 +174,9 @@ def test_frameworks(name: str) -> None:
     assert 0 < float(last.split()[-1]) <= 1e-5
 
 
-def test_wrong_losses_are_reported(training: ModuleType) -> None:
+def test_wrong_losses_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    training = importlib.import_module("train_bytes_jax")
     config = training.arguments(["--steps=60"])
     good = training.Run(tuple(5.0 - n / 30 for n in range(60)), compiling=1.0, seconds=1.0)
     assert list(training.failures(config, good, good)) == []
@@ -189,3 +186,14 @@ def test_wrong_losses_are_reported(training: ModuleType) -> None:
     assert "the loss fell by 0.000" in next(training.failures(config, flat, flat))
     lost = replace(good, losses=(np.nan,) * 60)
     assert len(list(training.failures(config, lost, lost))) == 2
+
+
+def test_jax_stays_offline() -> None:
+    run_offline("""
+import jax
+import jax.numpy as jnp
+import ring_jax
+x = jnp.ones((1, 8, 2, 8))
+call = lambda x: ring_jax.ring_attention(x, x, x, axis_name=None, causal=True).sum()
+jax.block_until_ready(jax.jit(jax.grad(call))(x))
+""")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -13,18 +14,17 @@ import numpy as np
 import pytest
 from blocks import NEGATIVE
 from cases import Case
-from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
-from jax_meshes import KINDS, TOKENS, close, context, in_ring, mesh_of, random
+from jax_meshes import TOKENS, close, context, in_ring, random
 from predicates import PREDICATES, TRACED, T as LENGTH, expected, inputs, very_negative_bias
+from refused import refused
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import KernelConfig, Mask, UnsupportedError, reference
+from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_core.plan.tile_mask import BlockGeometry
-from ring_jax import ContextParallel, bias_shift, ring_attention
+from ring_jax import bias_shift, ring_attention
 from ring_jax.equinox import convert
-from ring_jax.flax import make_attention_fn
 from ring_jax.kernels.scores import ScoreBlocks
 from ring_jax.nn import make_dot_product_attention
 from ring_jax.records import CallOptions
@@ -171,29 +171,6 @@ def _given(shape: tuple[int, ...]) -> Arrays:
     return arrays
 
 
-@pytest.mark.nightly(unless=["explicit"])  # the others here are on auto axes
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_batch_and_heads_split(kind: str) -> None:
-    """Results and gradients of global arrays are the oracle's; shards are cases of the table."""
-    x = _given((B, H, T, T))
-    x["bias"][:, :, -T // 4 :] -= 1e10  # in whole rows: devices know their largest number
-    mask, arrays, dout = x.pop("mask"), [*x.values()], x["q"][::-1].copy()
-    cp = ContextParallel(
-        mesh_of(KINDS[kind], dp=2, cp=2, tp=2), "cp", batch_axis="dp", head_axis="tp"
-    )
-
-    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        rows: Any = {"bias": cp.shard(bias, dim=2), "mask": cp.shard(jnp.asarray(mask), dim=2)}
-        out = cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), **rows))
-        return (out * dout).sum(), out
-
-    grads, out = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*arrays)
-    hidden = np.where(mask, x["bias"], -np.inf)
-    close(out, reference.attention(*arrays[:3], bias=hidden)[0])
-    expected: Any = reference.attention_grads(dout, *arrays[:3], bias=hidden)
-    close(grads, (*expected[:3], expected.dbias.sum(axis=0, keepdims=True)))
-
-
 LOCAL = partial(ring_attention, axis_name="cp", layout="zigzag")
 
 
@@ -202,20 +179,6 @@ def _close(actual: Any, expected: Any) -> None:
     visible = np.arange(T) != 3
     close(actual[:, visible], expected[:, visible])
     assert not np.asarray(actual[:, 3]).any()
-
-
-JAX_NN = make_dot_product_attention(ONE)
-
-
-@pytest.mark.parametrize("shape", [(T, T), (H, T, T), (1, 1, T, T), (B, 1, T, T), (B, H, T, T)])
-def test_jax_nn(shape: tuple[int, ...]) -> None:
-    x = _given(shape)
-    x["mask"] |= np.eye(T, dtype=bool) & (np.arange(T) != 3)
-    q, k, v, bias, mask = map(jnp.asarray, x.values())
-    _close(*(
-        jax.jit(partial(attend, bias=bias, mask=mask, is_causal=True))(q, k, v)
-        for attend in (JAX_NN, jax.nn.dot_product_attention)
-    ))  # fmt: skip
 
 
 def test_jax_nn_beside_lengths_in_shard_map() -> None:
@@ -235,35 +198,9 @@ def test_jax_nn_beside_lengths_in_shard_map() -> None:
         _close(cp.unshard(out), alone(q, k, v, mask=jnp.broadcast_to(shown, mask.shape)))
 
 
-@pytest.mark.parametrize("flax", ["nnx", "linen"])
-def test_flax(flax: str) -> None:
-    """Masks made by Flax's own functions work, also with numbers other than 0 and 1."""
-    tokens = random(B, T, 12, seed=2)
-    is_token = jnp.asarray(np.arange(T)[None] < np.array([[9], [T]]))
-    mask = linen.combine_masks(
-        linen.make_causal_mask(is_token), linen.make_attention_mask(is_token, is_token)
-    )
-    attend = make_attention_fn(context(layout="contiguous").attention)
-
-    def run(attention_fn: Any) -> Any:
-        if flax == "linen":
-            layer = linen.MultiHeadDotProductAttention(H, attention_fn=attention_fn)
-            parameters = jax.jit(layer.init)(jax.random.key(0), tokens)
-            return jax.jit(layer.apply)(parameters, tokens, mask=mask)
-        module = nnx.MultiHeadAttention(
-            H, 12, 12, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
-        )
-        return nnx.jit(lambda module: module(tokens, mask=mask))(module)
-
-    theirs = linen.dot_product_attention if flax == "linen" else nnx.dot_product_attention
-    close(run(attend)[is_token], run(theirs)[is_token])
-
-
-@pytest.mark.nightly(only=["shape0"])
-@pytest.mark.parametrize("shape", [(T, T), (H, T, T)])
-def test_equinox(shape: tuple[int, ...]) -> None:
+def test_equinox() -> None:
     layer = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
-    tokens, masks = random(B, T, 12, seed=3), random(B, *shape, seed=4) < -0.2
+    tokens, masks = random(B, T, 12, seed=3), random(B, H, T, T, seed=4) < -0.2
     masks = masks.at[..., 0].set(True)
 
     def loss(layer: Any, tokens: Any) -> Any:
@@ -275,22 +212,18 @@ def test_equinox(shape: tuple[int, ...]) -> None:
     close(ours, theirs, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
+def test_what_is_no_such_mask_is_refused() -> None:
+    x, cp = _given((T, T)), context(1)
+    wrong: list[tuple[Any, str]] = [
         (np.zeros((T, T), np.float32), "array of booleans, got one of float32"),
         (np.ones((T, T), np.int32), "array of booleans, got one of int32"),
         (np.zeros((T, T + 1), bool), rf"shape \[{T}, {T}\]"),
         (np.zeros((3, 1, T, T), bool), "got"),
         (np.zeros(T, bool), "got"),
         ([[True]], "Mask or an array of booleans, got list"),
-    ],
-)
-def test_what_is_no_such_mask_is_refused(mask: Any, message: str) -> None:
-    x, cp = _given((T, T)), context(1)
-    for attend in (ONE, cp.attention, cp.explain):
-        with pytest.raises(ValueError, match=message):
-            attend(x["q"], x["k"], x["v"], mask=mask)
+    ]
+    for attend, (mask, message) in product((ONE, cp.attention, cp.explain), wrong):
+        refused(message, attend, x["q"], x["k"], x["v"], mask=mask)
 
 
 def test_what_is_too_large_is_told_what_to_use() -> None:
@@ -303,8 +236,7 @@ def test_what_is_too_large_is_told_what_to_use() -> None:
     cp = context(layout="contiguous")
     call = partial(jax.eval_shape, lambda q, mask: cp.attention(q, q, q, mask=mask), q)
     call(mask)
-    with pytest.raises(ValueError, match="takes 129 MiB a rank"):
-        call(jax.ShapeDtypeStruct((1, 4, length, length), jnp.bool_))
+    refused("takes 129 MiB a rank", call, jax.ShapeDtypeStruct((1, 4, length, length), jnp.bool_))
 
 
 def test_hidden_blocks_are_not_computed() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jax_meshes import KINDS, TOKENS, close, context, mesh_of, random
+from jax_meshes import KINDS, TOKENS, check_passes, close, context, mesh_of, random
+from refused import refused
 
 import ring_jax
 from ring_core import StrategyConfig, UnsupportedError, reference
@@ -63,23 +64,6 @@ def _travelled(text: str, mesh: Mesh) -> set[str]:
     }  # fmt: skip
 
 
-def _check(call: Any, arrays: list[Any]) -> str:
-    """Compare a program, forward and gradients, with dense attention; return its compiled text."""
-
-    def both(q: Any, k: Any, v: Any, weight: Any) -> Any:
-        out, pull = jax.vjp(call, q, k, v)
-        sharding = jax.typeof(out).sharding
-        if AxisType.Explicit in sharding.mesh.axis_types:
-            weight = jax.reshard(weight, sharding)
-        return out, *pull(weight)
-
-    program = jax.jit(both).lower(*arrays).compile()
-    expected = reference.attention_grads(*[_inputs()[n] for n in (3, 0, 1, 2)], causal=True)
-    out, _ = reference.attention(*_inputs()[:3], causal=True)
-    close(program(*arrays), (out, *expected[:3]))
-    return str(program.as_text())
-
-
 def _of_the_class(cp: ContextParallel, q: Any, k: Any, v: Any, **options: Any) -> Any:
     return cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), causal=True, **options))
 
@@ -115,7 +99,8 @@ def test_every_mesh(kind: str, name: str, of: str, *, within: bool, placement: s
     if placement != "whole":
         arrays = jax.device_put(arrays, along)
     with jax.set_mesh(mesh) if within else nullcontext():
-        travelled = _travelled(_check(call, arrays), mesh)
+        program = check_passes(call, arrays[:3], arrays[3], causal=True)[1]
+        travelled = _travelled(program.as_text(), mesh)
     assert "cp" in travelled
     assert placement == "whole" or travelled == {"cp"}
 
@@ -126,7 +111,8 @@ def test_an_axis_that_is_not_named(kind: str) -> None:
     """Arrays are not copied along an unnamed axis: auto axes sum flags and scalars at most."""
     mesh = mesh_of(KINDS[kind], pod=2, cp=2)
     arrays = jax.device_put(_inputs(), NamedSharding(mesh, P("pod")))
-    text = _check(partial(_of_the_class, ContextParallel(mesh, "cp")), arrays)
+    call = partial(_of_the_class, ContextParallel(mesh, "cp"))
+    text = check_passes(call, arrays[:3], arrays[3], causal=True)[1].as_text()
     assert kind == "auto" or _travelled(text, mesh) == {"cp"}
     for line in text.splitlines():
         result, is_sum, _ = line.partition(" all-reduce(")
@@ -172,11 +158,9 @@ def test_arrays_stay_split(kind: str, spec: P) -> None:
 def test_axes_of_two_types_are_refused() -> None:
     grid, types = np.array(jax.devices()[:4]).reshape(2, 2), (AxisType.Explicit, AxisType.Auto)
     mesh = Mesh(grid, ("dp", "cp"), axis_types=types)
-    with pytest.raises(ValueError, match=r"must be all explicit or all auto, got .*make_mesh"):
-        ContextParallel(mesh, "cp")
+    refused(r"must be all explicit or all auto, got .*make_mesh", ContextParallel, mesh, "cp")
     for axes in ((), ("dp", "dp"), ("dp", "no"), ("dp", "cp")):
-        with pytest.raises(ValueError, match="batch_axis"):
-            ContextParallel(mesh_of(dp=2, cp=2), "cp", batch_axis=axes)
+        refused("batch_axis", ContextParallel, mesh_of(dp=2, cp=2), "cp", batch_axis=axes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,8 +184,7 @@ def test_eager_gradients_on_explicit_axes_need_the_mesh() -> None:
     cp = context(kind="explicit")
     x = cp.shard(jnp.asarray(_inputs()[0]))
     grad = jax.grad(lambda x: cp.attention(x, x, x).sum())
-    with pytest.raises(UnsupportedError, match=re.escape("with jax.set_mesh(mesh):")):
-        grad(x)
+    refused(re.escape("with jax.set_mesh(mesh):"), grad, x, error=UnsupportedError)
     expected = jax.jit(grad)(x)
     with jax.set_mesh(cp.mesh):
         close(grad(x), expected)
@@ -251,13 +234,13 @@ def test_axes_in_another_order_than_the_meshs(order: str, strategy: str) -> None
 SHAPE = (1, 16, 2, 4)
 
 
-def _ring_mesh(kind: str, devices: slice = slice(4)) -> Mesh:
+def _over(kind: str, devices: slice) -> Mesh:
     return Mesh(jax.devices()[devices], ("cp",), axis_types=(KINDS[kind],))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_are_explained_like_arrays(kind: str) -> None:
-    cp, x = ContextParallel(_ring_mesh(kind), "cp"), jnp.zeros(SHAPE)
+    cp, x = context(4, kind=kind), jnp.zeros(SHAPE)
     arrays: dict[str, Any] = {
         "segment_ids": jnp.zeros(SHAPE[:2], jnp.int32), "mask": jnp.ones(SHAPE[1:2] * 2, bool),
         "dropout_seed": jnp.uint32(0),
@@ -265,39 +248,36 @@ def test_shapes_are_explained_like_arrays(kind: str) -> None:
     structs: dict[str, Any] = {n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in arrays.items()}
     expected = cp.explain(x, x, x, dropout_p=0.5, **arrays)
 
-    def shape_over(mesh: Mesh | None) -> Any:
-        sharding = None if mesh is None else NamedSharding(mesh, TOKENS)
-        return jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=sharding)
+    def shape_over(mesh: Mesh) -> Any:
+        return jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=NamedSharding(mesh, TOKENS))
 
-    for struct in (shape_over(None), shape_over(cp.mesh)):
+    shape: Any = jax.ShapeDtypeStruct(SHAPE, x.dtype)
+    for struct in (shape, shape_over(cp.mesh)):
         assert cp.explain(struct, struct, struct, dropout_p=0.5, **structs) == expected
-    with pytest.raises(UnsupportedError, match="q lies on the devices"):
-        cp.explain(shape_over(_ring_mesh(kind, slice(4, 8))), x, x)
-    with pytest.raises(ValueError, match=r"q must be a jax.Array, got ShapeDtypeStruct"):
-        cp.attention(cast("Any", shape_over(None)), x, x)
+    elsewhere = shape_over(_over(kind, slice(4, 8)))
+    refused("q lies on the devices", cp.explain, elsewhere, x, x, error=UnsupportedError)
+    refused(r"q must be a jax.Array, got ShapeDtypeStruct", cp.attention, shape, x, x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [slice(3, None, -1), slice(4, 8)], ids=["reversed", "others"])
 def test_other_devices_are_refused(devices: slice, kind: str) -> None:
-    cp, other = ContextParallel(_ring_mesh(kind), "cp"), _ring_mesh(kind, devices)
+    cp, other = context(4, kind=kind), _over(kind, devices)
     x = jnp.zeros(SHAPE)
     on_one = partial(jax.device_put, device=jax.devices()[5])
     words = "lies on the devices" + r".*relayout\(x, to=" * (devices.step is not None)
     for call in (cp.shard, lambda x: cp.attention(x, x, x)):
-        with pytest.raises(UnsupportedError, match=words):
-            call(jax.device_put(x, NamedSharding(other, TOKENS)))
-        with pytest.raises(UnsupportedError, match="lies on the devices"):
-            call(on_one(x))
+        along = jax.device_put(x, NamedSharding(other, TOKENS))
+        refused(words, call, along, error=UnsupportedError)
+        refused("lies on the devices", call, on_one(x), error=UnsupportedError)
         for run in (call, partial(jax.eval_shape, call)):
             message = r"jax\.set_mesh has set one with \["
             with jax.set_mesh(other), pytest.raises(UnsupportedError, match=message):
                 run(x)
-    with pytest.raises(UnsupportedError, match="sinks lies on the devices"):
-        cp.attention(x, x, x, sinks=on_one(jnp.zeros(2)))
+    call = partial(cp.attention, sinks=on_one(jnp.zeros(2)))
+    refused("sinks lies on the devices", call, x, x, x, error=UnsupportedError)
     for static in ({"cu_seqlens": on_one(jnp.array([0, 16]))}, {"softmax_scale": on_one(1.0)}):
-        with pytest.raises(ValueError, match="must be known when the call is traced"):
-            cp.explain(x, x, x, **static)
+        refused("must be known when the call is traced", cp.explain, x, x, x, **static)
     cp.explain(x, x, x, dropout_p=0.5, dropout_seed=on_one(jnp.int32(1)))  # a number by then
     with jax.sharding.use_abstract_mesh(other.abstract_mesh):  # sets no devices
         assert cp.shard(x).sharding.device_set == set(jax.devices()[:4])
@@ -309,7 +289,7 @@ def test_exports_with_a_symbolic_batch() -> None:
     Symbolic lengths are refused, too: a plan is made for a number of tokens.
     """
     (batch,) = export.symbolic_shape("b")
-    cp = ContextParallel(_ring_mesh("auto"), "cp")
+    cp = context(4)
 
     def call(x: Any) -> Any:
         return ring_attention(x, x, x, axis_name=None, causal=True)
@@ -320,10 +300,10 @@ def test_exports_with_a_symbolic_batch() -> None:
     x = random(*SHAPE)
     close(exported(call, batch, *SHAPE[1:]).call(x), call(x))
     for over_mesh in (lambda x: cp.attention(x, x, x), lambda x: cp.shift(x, 1)):
-        with pytest.raises(UnsupportedError, match="symbolic dimension b, and over a mesh XLA"):
-            exported(over_mesh, batch, *SHAPE[1:])
-    with pytest.raises(UnsupportedError, match="planned for numbers of tokens"):
-        exported(call, 1, batch, *SHAPE[2:])
+        words = "symbolic dimension b, and over a mesh XLA"
+        refused(words, exported, over_mesh, batch, *SHAPE[1:], error=UnsupportedError)
+    words = "planned for numbers of tokens"
+    refused(words, exported, call, 1, batch, *SHAPE[2:], error=UnsupportedError)
 
 
 #: A mesh with an axis, ``tp``, that is left to the compiler.
@@ -348,14 +328,10 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("call", CALLS)
 def test_documents_and_chunks(call: str, name: str) -> None:
-    *x, dout = ROWS
     attend = partial(CALLS[call], **OPTIONS[name])
-    with ring_jax.check(int(name in ("both", "documents"))):
-        grads = jax.jit(jax.grad(lambda *x: (attend(*x) * dout).sum(), (0, 1, 2)))(*x)
-        jax.block_until_ready(grads)
     rule = {name: option for name, option in OPTIONS[name].items() if name != "strategy"}
-    expected = reference.attention_grads(*map(np.asarray, (dout, *x)), causal=True, **rule)
-    close(grads, expected[:3], 1e-5)
+    with ring_jax.check(int(name in ("both", "documents"))):
+        check_passes(attend, ROWS[:3], ROWS[3], causal=True, **rule)
 
 
 INSIDE: dict[str, Callable[[Any], Any]] = {
@@ -373,13 +349,7 @@ def test_inside_shard_map(axis: str, name: str) -> None:
     words = (
         rf"inside a jax\.shard_map over {axis}\. Instead: .*ring_attention\(axis_name='cp'\) here"
     )
-    with pytest.raises(UnsupportedError, match=words):
-        jax.jit(outer)(ROWS[0])
-
-
-def test_inside_vmap() -> None:
-    attend = INSIDE["attention"]
-    close(jax.vmap(attend)(jnp.stack(ROWS[:2]))[0], attend(ROWS[0]))
+    refused(words, jax.jit(outer), ROWS[0], error=UnsupportedError)
 
 
 def test_vmap_over_a_mask() -> None:
