@@ -11,7 +11,8 @@ from ring_core import Mask, make_plan, ring_program
 
 K = 1024
 HEADS, KV_HEADS, DIM = 32, 8, 128
-SCALING_GATE = 2048  # tokens over which methods over GPUs are compared with float32 attention
+# Over GPUs: tokens of the comparison with float32, and the largest error of a right method.
+SCALING_GATE, WRONG = 2048, 0.1
 # For rows on one GPU: tokens of the comparison with float32, tokens that are timed, rounds.
 OPTIONS_GATE, OPTIONS_LENGTH, ROUNDS = 1024, 16 * K, 20
 OURS = "ring"

@@ -32,10 +32,6 @@ HEADER = b"RING"  # how a header begins; its fields may differ between trees
 PASSES = ("forward", "backward")
 
 
-class Refused(Exception):  # noqa: N818 - no error: an answer
-    """A case is refused."""
-
-
 class SentBytes(TorchDispatchMode):
     """Counter of bytes that this rank sends by ``send`` and ``all_to_all_single``, without headers.
 
@@ -50,16 +46,16 @@ class SentBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name  # noqa: SLF001 - an operator has no public name
         if name == "c10d::send":
-            self.sent += sum(x.nbytes for x in args[0] if not _is_header(x))
+            size, is_bytes = len(HEADER), torch.uint8
+            headers = (
+                x.dtype == is_bytes and x.numpy()[:size].tobytes() == HEADER for x in args[0]
+            )
+            self.sent += sum(x.nbytes * (not y) for x, y in zip(args[0], headers, strict=True))
         elif name == "c10d::alltoall_base_":  # row n goes to rank n, and one row stays here
             sent, sizes, ranks = args[1], args[4], dist.get_world_size()
             own = sizes[dist.get_rank()] if sizes else len(sent) // ranks
             self.sent += sent.nbytes // max(len(sent), 1) * (len(sent) - own)
         return func(*args, **(kwargs or {}))
-
-
-def _is_header(x: Tensor) -> bool:
-    return x.dtype == torch.uint8 and x.numpy()[: len(HEADER)].tobytes() == HEADER
 
 
 def inputs_of(case: dict[str, Any], rank: int) -> dict[str, Tensor]:
@@ -105,71 +101,53 @@ def inputs_of(case: dict[str, Any], rank: int) -> dict[str, Tensor]:
     return made
 
 
-def results_of(
-    rank: int, case: dict[str, Any], *, heads_first: bool
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Run a case on this rank, with K and V head by head if asked; return tensors, bytes by pass.
-
-    Raises:
-        Refused: Ring refuses the call. It does so before anything is sent; what a rank meets later
-            ends all of them.
-    """
-    tensors = inputs_of(case, rank)
-    if heads_first:
-        for name in "kv":
-            x = tensors[name].detach().transpose(1, 2).contiguous().transpose(1, 2)
-            tensors[name] = x.requires_grad_(tensors[name].requires_grad)
-    dout, dlse = tensors.pop("dout"), tensors.pop("dlse")
-    options: dict[str, Any] = {**case["options"], **tensors}
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
-    returns_lse, on_cpu = case.get("returns_lse", True), dout.device.type == "cpu"
-    counters = {name: SentBytes() for name in PASSES}
-    try:
-        with counters["forward"] if on_cpu else nullcontext():
-            outputs = ring_attention(
-                **options, layout=case["layout"], kernel=case["kernel"],
-                strategy=StrategyConfig(**case["strategy"]), return_lse=returns_lse,
-            )  # fmt: skip
-    except (ValueError, TypeError) as error:
-        raise Refused(f"{type(error).__name__}: {error}") from error
-    out, *lse = outputs if returns_lse else (outputs,)
-    leaves = {name: x for name, x in tensors.items() if x.requires_grad}
-    ends = {out: dout, **(dict.fromkeys(lse, dlse) if case["lse_grad"] else {})}
-    results = dict(zip(("out", "lse"), (x.detach() for x in (out, *lse)), strict=False))
-    if leaves:
-        with counters["backward"] if on_cpu else nullcontext():
-            grads = torch.autograd.grad([*ends], [*leaves.values()], [*ends.values()])
-        results |= {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-    sent = {name: x.sent for name, x in counters.items()}
-    return {name: x.cpu() for name, x in results.items()}, sent
-
-
-def digest_of(x: Tensor) -> str:
-    """Return a digest of a tensor's bytes, shape and dtype."""
-    contents = x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{x.dtype}{tuple(x.shape)}".encode() + contents).hexdigest()
-
-
 def bits_of(rank: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Run a case on this rank, keep its tensors in a folder and return their digests.
+    """Run a case on this rank, keep its tensors in a folder and return digests of them.
 
-    Calls after the first have tensors of their own and equal numbers; names of what they give end
-    in their number. Keys and values of the last lie head by head.
+    A digest is of bytes, shape and dtype. Calls after the first have tensors of their own and equal
+    numbers; names of what they give end in their number. Keys and values of the last lie head by
+    head. A call that Ring refuses is an answer: it does so before anything is sent. What a rank
+    meets later ends all of them.
     """
-    tensors: dict[str, Tensor] = {}
-    sent: dict[str, int] = {}
+    results: dict[str, Tensor] = {}
     with ExitStack() as stack:
         if case.get("head_groups", False):  # heads are cut into groups in long calls alone
             for limit in ("GROUP_FLOPS", "MIN_BYTES_PER_FLOP", "EARLY_RETURN_FLOPS"):
                 stack.enter_context(patch.object(gather, limit, 1e-9))
         for n in range(count := case.get("calls", 1)):
+            tensors = inputs_of(case, rank)
+            for name in "kv" if 0 < n == count - 1 else "":
+                x = tensors[name].detach().transpose(1, 2).contiguous().transpose(1, 2)
+                tensors[name] = x.requires_grad_(tensors[name].requires_grad)
+            dout, dlse = tensors.pop("dout"), tensors.pop("dlse")
+            named: dict[str, Any] = {**case["options"], **tensors}
+            named |= {name: tuple(x) for name, x in named.items() if isinstance(x, list)}
+            counters: list[Any] = [SentBytes() if dout.is_cpu else nullcontext() for _ in PASSES]
             try:
-                results, sent = results_of(rank, case, heads_first=0 < n == count - 1)
-            except Refused as refusal:
-                return {"refused": str(refusal)}
-            tensors |= {f"{name}{n + 1 if n else ''}": x for name, x in results.items()}
-    torch.save(tensors, path_of(folder, case["number"], rank))
-    return {"digests": {name: digest_of(x) for name, x in tensors.items()}, "sent": sent}
+                with counters[0]:
+                    outputs: Any = ring_attention(
+                        **named, layout=case["layout"], kernel=case["kernel"],
+                        strategy=StrategyConfig(**case["strategy"]), return_lse=case.get("returns_lse", True),
+                    )  # fmt: skip
+            except (ValueError, TypeError) as error:
+                return {"refused": f"{type(error).__name__}: {error}"}
+            out, *lse = outputs if isinstance(outputs, tuple) else (outputs,)
+            leaves = {name: x for name, x in tensors.items() if x.requires_grad}
+            ends = {out: dout, **(dict.fromkeys(lse, dlse) if case["lse_grad"] else {})}
+            named = dict(zip(("out", "lse"), (x.detach() for x in (out, *lse)), strict=False))
+            if leaves:
+                with counters[1]:
+                    grads = torch.autograd.grad([*ends], [*leaves.values()], [*ends.values()])
+                named |= {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+            results |= {f"{name}{n + 1 if n else ''}": x.cpu() for name, x in named.items()}
+    torch.save(results, path_of(folder, case["number"], rank))
+    digests = {}
+    for name, x in results.items():
+        contents = x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(f"{x.dtype}{tuple(x.shape)}".encode() + contents)
+        digests[name] = digest.hexdigest()
+    sent = {name: getattr(x, "sent", 0) for name, x in zip(PASSES, counters, strict=True)}
+    return {"digests": digests, "sent": sent}
 
 
 def path_of(folder: str | Path, number: int, rank: int) -> Path:

@@ -7,41 +7,51 @@ itself; the rank whose call takes longest is shown, as all wait for it::
     python -m benchmarks.development.host_causes --gpus 4 --json causes.json
     python -m benchmarks.development.host_causes --stubs 4 --json causes.json
 
-The second needs no GPU: its launches do nothing, so it shows what Python and torch take besides.
+The second needs no GPU: one process is each rank in turn. flash-attn-4's compiled functions,
+Triton's launches and the memory of peers are replaced, and nothing that these would do is done:
+what a call costs the host beside them is as on a GPU, in the same Python; its results mean nothing.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import product
 from statistics import median
-from types import GeneratorType
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._C as C
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common.cases import SHORT_SETTINGS, K, Setting, mask_of
-from benchmarks.common.report import Report, command
-from benchmarks.development.host_stubs import as_stubbed_rank
+from benchmarks.common.harness import Report, command
 from benchmarks.development.host_time import finish
 from benchmarks.torch import check_gpus, described
-from ring_torch import accumulate, attention, autograd, prepare, ring_attention
+from benchmarks.torch.scaling import inputs
+from ring_torch import accumulate, attention, autograd, kernels, prepare, ring_attention, transports
 from ring_torch.call import Call
+from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
-from ring_torch.kernels.fa4 import library
+from ring_torch.kernels.fa4 import FA4, library
 from ring_torch.launches import direct
 from ring_torch.local import LocalRanks
+from ring_torch.merge_ops import merge_on_gpu
+from ring_torch.records import AttentionState
+from ring_torch.strategies import Way, ways
+from ring_torch.transports import one_kernel
 from ring_torch.transports.one_kernel import ExchangeState, OneKernel
 from ring_torch.transports.peer_copies import PeerCopies
+from ring_torch.transports.symm_buffer import SymmetricMemory
 
 SETTINGS = SHORT_SETTINGS[:2]  # 8k causal, and a layer of gpt-oss
 STUBBED_TOKENS = 2 * K  # length without a GPU: buffers are cheap, work items whole tiles
@@ -78,6 +88,117 @@ _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
         "to", "transpose", "unbind", "unsafe_split_with_sizes", "view", "zero_",
     )),
 )  # fmt: skip
+_TILE = 64  # queries of a tile of the backward
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Do nothing, in place of a launch."""
+
+
+class OwnMemory(SymmetricMemory):
+    """Memory that no peer reads: buffers of all ranks are this one's."""
+
+    def reserve(self, size: int) -> bool:
+        """Ensure ``size`` bytes; return True if they are new."""
+        if self._memory is not None and self._memory.numel() >= self.header + size:
+            return False
+        self._memory, self.handle = torch.zeros(self.header + size, dtype=torch.uint8), self
+        self._views.clear()
+        return True
+
+    def get_buffer(self, _rank: int, sizes: tuple[int], _dtype: torch.dtype, start: int) -> Tensor:
+        """Return bytes of this rank's, in place of a peer's."""
+        assert self._memory is not None
+        return self._memory[start : start + sizes[0]]
+
+
+@contextmanager
+def replaced_by(*replaced: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes of objects; calls inside are prepared anew, as are those that follow."""
+    prepare._prepare.cache_clear()  # noqa: SLF001  # calls keep their kernel and its launches
+    with ExitStack() as stack:
+        for place, name, value in replaced:
+            # Where torch is built without CUDA some functions are missing.
+            stack.enter_context(patch.object(place, name, value, create=place is C))
+        stack.callback(prepare._prepare.cache_clear)  # noqa: SLF001 - likewise
+        yield
+
+
+def without_launches() -> AbstractContextManager[None]:
+    """Let calls on CPU tensors run the code for a Hopper GPU with flash-attn-4."""
+    can = replace(FA4.capabilities, devices=("cpu",))
+    stream = SimpleNamespace(cuda_stream=0)
+
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor | None, softmax_scale: float,
+        window_size_left: int | None, window_size_right: int | None, learnable_sink: Tensor | None,
+        **_: object,
+    ) -> None:  # fmt: skip
+        is_causal = (window_size_left, window_size_right) == (None, 0)
+        window = (None, None) if is_causal else (window_size_left, window_size_right)
+        forward.compile_cache["forward"](
+            q, k, v, out, lse, softmax_scale, None, None, None, None, None, *window, learnable_sink,
+            None, (None, None), None, None,
+        )  # fmt: skip
+
+    # In place of flash-attn-4's module, of which only the forward is used here.
+    forward: Any = partial(flash)  # a partial, so that it takes attributes
+    forward.compile_cache = {"forward": nothing}
+
+    def launch(
+        _self: direct.DirectKernel, grid: tuple[int, ...], *arguments: Any, **options: Any
+    ) -> direct.PreparedLaunch:
+        values = direct._key_and_values(0, arguments, options)[1]  # noqa: SLF001 - as it does itself
+        compiled: Any = SimpleNamespace(function=0, packed_metadata=())
+        kernel = direct._Compiled(compiled, nothing, ())  # noqa: SLF001 - likewise
+        return direct.PreparedLaunch(kernel, grid, 0, tuple(values))
+
+    def merge(
+        state: AttentionState, low: Tensor, results: Sequence[Tensor], **options: Any
+    ) -> None:
+        merge_on_gpu(state.out, low, state.lse, *results, **options)
+
+    def functions(_: Any, dim: int, *__: object) -> library.SplitFunctions:
+        return library.SplitFunctions(nothing, nothing, (), nothing, nothing, _TILE, dim)
+
+    return replaced_by(
+        (kernels, "KERNELS", (replace(FA4, capabilities=can, unavailable=lambda: None),)),
+        (library, "is_known", lambda: True), (library, "split_functions", functions),
+        (library, "interface", lambda: SimpleNamespace(_flash_attn_fwd=forward)),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.cuda, "current_device", lambda: 0), (torch.cuda, "current_stream", lambda: stream),
+        (C, "_cuda_getCurrentRawStream", lambda _: 0),
+        (direct.DirectKernel, "launch", launch),
+        (direct.DirectKernel, "__getitem__", lambda *_: nothing), (one_kernel, "SymmetricMemory", OwnMemory),
+        (one_kernel, "_programs", lambda _: (66, 96)), (one_kernel, "timeout_of", lambda *_: timedelta(seconds=1)),
+        (transports, "has_agreed", lambda *_: True), (accumulate, "merge", merge),
+    )  # fmt: skip
+
+
+def as_stubbed_rank[R](rank: int, world: int, run: Callable[[], R]) -> R:
+    """Run as one rank of a group, with all launches replaced."""
+    with without_launches():
+        return as_rank(rank, world, run)
+
+
+def as_rank[**P, R](
+    rank: int, world: int, run: Callable[P, R], *args: P.args, **named: P.kwargs
+) -> R:
+    """Run a function as one rank of a fake group, whose collectives do nothing."""
+
+    def as_named(strategy: str, transport: str, ring: Ranks, *_: object, **__: object) -> Way:
+        return next(ways(strategy, transport) if ring.size > 1 else ways("ring", "p2p"))
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        # The group is fake: there are no peers to ask for their memory, or to compare with before
+        # a call may be captured.
+        with replaced_by(
+            (prepare, "choose_strategy", as_named), (autograd, "check_graph", nothing)
+        ):
+            return run(*args, **named)
+    finally:
+        dist.destroy_process_group()
 
 
 class Clock:
@@ -140,18 +261,19 @@ class Clock:
             marked = {name: self.marked(FLASH, getattr(functions, name)) for name in names}
             return functions._replace(**marked)
 
-        prepare._prepare.cache_clear()  # noqa: SLF001  # calls keep launches, which are replaced
-        with ExitStack() as stack:
-            for cause, place, names in _BEGIN:
-                for name in names:
-                    marked = self.marked(cause, getattr(place, name))
-                    stack.enter_context(patch.object(place, name, marked))
-            for name in ("repeated_forward", "repeated_backward"):
-                launches = preparing(getattr(fa4.Flash4, name))
-                stack.enter_context(patch.object(fa4.Flash4, name, launches))
-            stack.enter_context(patch.object(library, "split_functions", split))
+        with replaced_by(
+            *(
+                (place, name, self.marked(cause, getattr(place, name)))
+                for cause, place, names in _BEGIN
+                for name in names
+            ),
+            *(
+                (fa4.Flash4, name, preparing(getattr(fa4.Flash4, name)))
+                for name in ("repeated_forward", "repeated_backward")
+            ),
+            (library, "split_functions", split),
+        ):
             yield
-        prepare._prepare.cache_clear()  # noqa: SLF001 - likewise
 
 
 class Repeated:
@@ -159,13 +281,8 @@ class Repeated:
 
     def __init__(self, setting: Setting, device: str) -> None:
         length = setting.seq_len // dist.get_world_size()
-        torch.manual_seed(dist.get_rank())
-        q, k, v, self.dout = (
-            torch.randn(setting.batch, length, *shape, device=device).to(torch.bfloat16)
-            for shape in setting.shapes
-        )
+        q, k, v, self.dout, *sinks = inputs(setting, length, dist.get_rank(), device)
         self.inputs = [x.requires_grad_() for x in (q, k, v)]
-        sinks = [torch.zeros(setting.heads, device=device).requires_grad_()] * setting.sinks
         self.leaves = [*self.inputs, *sinks]
         self.attend = partial(
             ring_attention, layout="zigzag", mask=mask_of(setting.mask, setting.seq_len),
@@ -191,22 +308,21 @@ def causes(_: int, setting: Setting, device: str) -> dict[str, dict[str, float]]
     forward = clock.marked(ARGUMENTS, call.forward, outermost=True)
     backward = clock.marked(AUTOGRAD, call.backward, outermost=True)
 
-    def timed() -> Times:
-        finish(device)
-        times: Times = dict.fromkeys(product(PASSES, CAUSES), 0.0)
-        for _ in range(AT_ONCE):
-            out = None
-            for name in PASSES:
-                out = forward() if name == "forward" else backward(out)
-                for cause in CAUSES:
-                    times[name, cause] += clock.seconds[cause] / AT_ONCE
-                    clock.seconds[cause] = 0.0
-        return times
-
     def rounds() -> list[Times]:
         for _ in range(WARM_UP):
             call.backward(call.forward())
-        return [timed() for _ in range(ROUNDS)]
+        times: list[Times] = []
+        for _ in range(ROUNDS):
+            finish(device)
+            times.append(dict.fromkeys(product(PASSES, CAUSES), 0.0))
+            for _ in range(AT_ONCE):
+                out = None
+                for name in PASSES:
+                    out = forward() if name == "forward" else backward(out)
+                    for cause in CAUSES:
+                        times[-1][name, cause] += clock.seconds[cause] / AT_ONCE
+                        clock.seconds[cause] = 0.0
+        return times
 
     gc.disable()
     plain = rounds()
@@ -214,26 +330,13 @@ def causes(_: int, setting: Setting, device: str) -> dict[str, dict[str, float]]
         marked = rounds()
     plain += rounds()  # a machine that slows down slows both
     gc.enable()
-    found: dict[str, dict[str, float]] = {}
+    by_pass: dict[str, dict[str, float]] = {}
     for name in PASSES:
         parts = {cause: 1e6 * median(times[name, cause] for times in marked) for cause in CAUSES}
         # Without marks all of a pass is one cause.
         took = 1e6 * median(sum(times[name, cause] for cause in CAUSES) for times in plain)
-        found[name] = parts | {MARKS: sum(parts.values()) - took, "in all": took}
-    return found
-
-
-def rows_of(setting: Setting, by_rank: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return a row for each cause of the rank whose forward and backward take longest."""
-    slowest = max(by_rank, key=lambda x: sum(x[name]["in all"] for name in PASSES))
-    return [
-        {
-            "setting": setting.name, "cause": cause,
-            **{f"{name}_us": round(slowest[name][cause], 1) for name in PASSES},
-            "of_ranks": {name: [round(x[name][cause], 1) for x in by_rank] for name in PASSES},
-        }
-        for cause in ("in all", *CAUSES, MARKS)
-    ]  # fmt: skip
+        by_pass[name] = parts | {MARKS: sum(parts.values()) - took, "in all": took}
+    return by_pass
 
 
 @command(
@@ -245,20 +348,23 @@ def rows_of(setting: Setting, by_rank: list[dict[str, dict[str, float]]]) -> lis
 )
 def main(options: Any) -> int:
     """Print, and write, the host's time by cause; return the exit code."""
-    report, count = Report(options, described()), options.stubs or options.gpus
-    if options.stubs:
-        for setting in SETTINGS:
-            short = replace(setting, seq_len=STUBBED_TOKENS)
-            runs = [partial(causes, rank, short, "cpu") for rank in range(count)]
-            by_rank = [as_stubbed_rank(rank, count, run) for rank, run in enumerate(runs)]
-            report.add(*rows_of(short, by_rank))
-        return 0
-    check_gpus(count, least=2)
-    with LocalRanks(count, cuda=True, patience=300.0) as ranks:
-        for setting in SETTINGS:
-            report.add(*rows_of(setting, ranks.run(causes, setting, "cuda")))
+    report, count = Report(options, described()), options.stubs
+    if not count:
+        check_gpus(options.gpus, least=2)
+    with nullcontext() if count else LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
+        for of_gpus in SETTINGS:
+            if ranks is None:
+                setting = replace(of_gpus, seq_len=STUBBED_TOKENS)
+                runs = [partial(causes, rank, setting, "cpu") for rank in range(count)]
+                by_rank = [as_stubbed_rank(rank, count, run) for rank, run in enumerate(runs)]
+            else:
+                setting, by_rank = of_gpus, ranks.run(causes, of_gpus, "cuda")
+            # The rank whose forward and backward take longest.
+            slowest = max(by_rank, key=lambda x: sum(x[name]["in all"] for name in PASSES))
+            for cause in ("in all", *CAUSES, MARKS):
+                report.add({
+                    "setting": setting.name, "cause": cause,
+                    **{f"{name}_us": round(slowest[name][cause], 1) for name in PASSES},
+                    "of_ranks": {name: [round(x[name][cause], 1) for x in by_rank] for name in PASSES},
+                })  # fmt: skip
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

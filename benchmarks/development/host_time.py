@@ -10,7 +10,6 @@ hand on one rank's tokens. Results are compared with float32 attention first::
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.cases import CAUSAL, Setting
-from benchmarks.common.report import Report, command
-from benchmarks.common.turns import take_turns
+from benchmarks.common.harness import Report, command, take_turns
 from benchmarks.torch import check_gpus, described
 from benchmarks.torch.methods import method
 from benchmarks.torch.scaling import gate, inputs, wrong
@@ -95,7 +93,3 @@ def main(options: Any) -> int:
     with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
         report.add(*ranks.run(rows, options.gpus)[0])
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,15 +16,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common.cases import PASSES, ROWS
-from benchmarks.common.report import Report, UsageError, command, reason_of
-from benchmarks.common.turns import quartiles
+from benchmarks.common.harness import Report, command, quartiles, reason_of
 from benchmarks.development import timed_rows
 from benchmarks.torch import described
 
@@ -37,16 +37,18 @@ class Tree:
     """A source tree, and a process that runs a script of this tree with the sources of that one.
 
     A request is a line of JSON on its stdin. The answer is one on its stdout that begins with
-    ``answer: ``, as libraries may print there, too.
-
-    Raises:
-        UsageError: The path is no checkout.
+    ``answer: ``, as libraries may print there, too. ``commit`` is that of a checkout, or ``no
+    commit`` for any other folder, even within one.
     """
 
     def __init__(self, path: Path, script: str, argument: str) -> None:
         sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
         if not sources:
-            raise UsageError(f"--old: {path} is no checkout: it has no packages/*/src")
+            sys.exit(f"--old: {path} is no checkout: it has no packages/*/src")
+        command = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "--short=8", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        top, _, commit = done.stdout.strip().partition("\n")
+        self.commit = commit if commit and Path(top) == path.resolve() else "no commit"
         others = filter(None, [os.environ.get("PYTHONPATH")])  # paths of libraries come last
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
         self._process = subprocess.Popen(
@@ -78,12 +80,14 @@ class Tree:
         self._process.communicate()
 
 
-def commit_of(path: Path) -> str:
-    """Return the commit of a checkout; ``no commit`` for any other folder, even within one."""
-    command = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "--short=8", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    top, _, commit = done.stdout.strip().partition("\n")
-    return commit if commit and Path(top) == path.resolve() else "no commit"
+@contextmanager
+def trees(options: Any, script: str, arguments: Iterable[str]) -> Iterator[list[Tree]]:
+    """Start a script, with an argument for each, in the tree of ``--old`` and in this one."""
+    paths = zip((options.old.resolve(), HERE), arguments, strict=True)
+    both = [Tree(path, script, argument) for path, argument in paths]
+    yield both
+    for tree in both:
+        tree.close()
 
 
 def in_turns(trees: Mapping[str, Tree], request: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -116,10 +120,13 @@ def in_turns(trees: Mapping[str, Tree], request: dict[str, Any], rounds: int) ->
     return row
 
 
+OLD = {"--old": {"type": Path, "required": True, "help": "a checkout of the old code"}}
+
+
 @command(
     __doc__,
     {
-        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
+        **OLD,
         "--gpus": torch.cuda.device_count() or 2,
         "--rows": {"nargs": "*", "metavar": "NAME"},
         "--one-gpu": {"action": "store_true", "help": "the table of options, too"},
@@ -129,23 +136,14 @@ def in_turns(trees: Mapping[str, Tree], request: dict[str, Any], rounds: int) ->
 )
 def main(options: Any) -> int:
     """Time each row; return how many could not be timed."""
-    paths = {"old": options.old.resolve(), "new": HERE}
-    commits = {name: commit_of(path) for name, path in paths.items()}
-    report = Report(options, described(**commits))
-    script, gpus = timed_rows.__file__, str(options.gpus)
-    trees = {name: Tree(path, script, gpus) for name, path in paths.items()}
     default = OVER_GPUS if torch.cuda.is_available() else [timed_rows.ON_CPU]
-    for name in (options.rows or default) + [row.name for row in ROWS if options.one_gpu]:
-        request = {"row": name, "method": METHOD, "seconds": options.seconds}
-        try:
-            row = in_turns(trees, request, options.rounds)
-        except (RuntimeError, OSError) as error:
-            row = {"row_in_turns": name, "failed": reason_of(error)}
-        report.add(row)
-    for tree in trees.values():
-        tree.close()
+    with trees(options, timed_rows.__file__, [str(options.gpus)] * 2) as (old, new):
+        report = Report(options, described(old=old.commit, new=new.commit))
+        for name in (options.rows or default) + [row.name for row in ROWS if options.one_gpu]:
+            request = {"row": name, "method": METHOD, "seconds": options.seconds}
+            try:
+                row = in_turns({"old": old, "new": new}, request, options.rounds)
+            except (RuntimeError, OSError) as error:
+                row = {"row_in_turns": name, "failed": reason_of(error)}
+            report.add(row)
     return report.failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

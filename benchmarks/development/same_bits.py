@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.report import Report, UsageError, command
+from benchmarks.common.harness import Report, command
 from benchmarks.development import case_bits
-from benchmarks.development.old_and_new import HERE, Tree, commit_of
+from benchmarks.development.old_and_new import OLD, trees
 
 Answer = dict[str, Any]  # of `case_bits`
 Case = dict[str, Any]  # as `case_bits` takes it
@@ -84,18 +84,15 @@ OPTIONS: dict[str, Case] = {
 }  # fmt: skip
 #: What kernels of GPUs bind in the first call, and repeat.
 GPU_OPTIONS: dict[str, Case] = {
-    "full": {},
-    "causal": causal(),
+    **{name: OPTIONS[name] for name in ("full", "causal", "segments", "equal-heads")},
     "without-lse": causal() | {"returns_lse": False},
     "inference": causal() | {"returns_lse": False, "grad": False},
     "two-sequences": causal() | {"batch": 2},
-    "equal-heads": causal() | {"heads": (4, 4)},
     "head-groups": causal() | {"returns_lse": False, "head_groups": True},
     "window": causal(window=(300, 0)) | {"returns_lse": False},
     "documents": causal(cu_seqlens=(0, 400, 1100, 2048)),
     "padding": causal(seq_len=1900),
     "sinks": causal("sinks") | {"returns_lse": False},
-    "segments": causal("segment_ids"),
 }
 RANKS = (2, 4)
 NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
@@ -162,8 +159,8 @@ def row_of(name: str, number: int, old: Answer, new: Answer, folders: Sequence[P
         if a["sent"] != b["sent"]:
             text = f"bytes sent by rank {rank}: {a['sent']} before, {b['sent']} now"
             parts.setdefault("sent", (0.0, text))
-    texts = [text for _, text in parts.values()]
-    return differs | {"text": "; ".join(texts)} | ({} if texts else {"result": "equal"})
+    text = "; ".join(text for _, text in parts.values())
+    return differs | {"text": text} | ({} if text else {"result": "equal"})
 
 
 def _gap(paths: Sequence[Path], name: str) -> float:
@@ -177,47 +174,27 @@ def _gap(paths: Sequence[Path], name: str) -> float:
     return float(gaps.nan_to_num(float("inf")).max())
 
 
-@command(
-    __doc__,
-    {
-        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
-        "--cases": "*",
-        "--one-gpu": {"action": "store_true"},
-    },
-)
+@command(__doc__, OLD | {"--cases": "*", "--one-gpu": {"action": "store_true"}})
 def main(options: Any) -> int:
     """Compare the cases; return the exit code, 1 if something differs."""
     named = all_cases(one_gpu=options.one_gpu)
     cases = {name: x for name, x in named.items() if fnmatchcase(name, options.cases)}
     if not cases:
-        raise UsageError(
-            f"--cases {options.cases}: no case has such a name, as {next(iter(named))}"
-        )
-    paths = {"old": options.old.resolve(), "new": HERE}
-    report = Report(options, {name: commit_of(path) for name, path in paths.items()})
+        sys.exit(f"--cases {options.cases}: no case has such a name, as {next(iter(named))}")
     counts = dict[str, Counter[str]]()
     with tempfile.TemporaryDirectory() as folder:
-        folders = [Path(folder) / name for name in paths]
+        folders = [Path(folder, name) for name in ("old", "new")]
         for made in folders:
             made.mkdir()
-        trees = [
-            Tree(path, case_bits.__file__, str(made))
-            for path, made in zip(paths.values(), folders, strict=True)
-        ]
-        for name, case in cases.items():
-            for tree in trees:
-                tree.send(case)
-            old, new = (tree.answer() for tree in trees)
-            row = row_of(name, case["number"], old, new, folders)
-            counts.setdefault(name.partition("/")[0], Counter())[row["result"]] += 1
-            if row["result"] == "differs":
-                report.add(row)
-        for tree in trees:
-            tree.close()
+        with trees(options, case_bits.__file__, map(str, folders)) as (old, new):
+            report = Report(options, {"old": old.commit, "new": new.commit})
+            for name, case in cases.items():
+                for tree in (old, new):
+                    tree.send(case)
+                row = row_of(name, case["number"], old.answer(), new.answer(), folders)
+                counts.setdefault(name.partition("/")[0], Counter())[row["result"]] += 1
+                if row["result"] == "differs":
+                    report.add(row)
     for strategy, results in counts.items():
         print(f"{strategy:14} {', '.join(f'{n} {result}' for result, n in results.items())}")
     return int(bool(report.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

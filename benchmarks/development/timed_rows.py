@@ -81,23 +81,20 @@ def _on_a_cpu(_: int) -> Milliseconds:
     return {"forward": 1e3 * forward, "both": 1e3 * (time.perf_counter() - start)}
 
 
-def milliseconds(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
-    """Time the requested row; return milliseconds by pass."""
-    if request["row"] == ON_CPU:
-        by_rank = ranks.run(_on_a_cpu)
-        return {name: max(times[name] for times in by_rank) for name in cases.PASSES}
-    if request["row"] in {row.name for row in cases.ROWS}:
-        return _on_one_gpu(request)
-    return _over_gpus(ranks, request)
-
-
 def main() -> None:
     """Answer requests until stdin ends; the argument is the number of ranks."""
-    cuda = torch.cuda.is_available()
+    cuda, on_one_gpu = torch.cuda.is_available(), {row.name for row in cases.ROWS}
     with LocalRanks(int(sys.argv[1]), cuda=cuda, patience=300.0) as ranks:
-        for line in sys.stdin:
+        for request in map(json.loads, sys.stdin):
             try:
-                answer: dict[str, Any] = {"ms": milliseconds(ranks, json.loads(line))}
+                if request["row"] == ON_CPU:
+                    by_rank = ranks.run(_on_a_cpu)
+                    times = {way: max(times[way] for times in by_rank) for way in cases.PASSES}
+                elif request["row"] in on_one_gpu:
+                    times = _on_one_gpu(request)
+                else:
+                    times = _over_gpus(ranks, request)
+                answer: dict[str, Any] = {"ms": times}
             except Exception as error:  # noqa: BLE001 - whatever a tree raises is told to whom it asked
                 answer = {"failed": f"{type(error).__name__}: {error}"}
             print(f"answer: {json.dumps(answer)}", flush=True)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks.common.report import Report, command
+from benchmarks.common.harness import Report, command
 from ring_core import StrategyConfig
 from ring_core.tools.bench import watched
 
@@ -116,43 +115,44 @@ def traffic(text: str, group: int) -> tuple[float, float]:
     }
     entry = re.search(r"\nENTRY %?([\w.-]+)", text)
     assert entry is not None and "is_scheduled=true" in text
-    return _of_body(entry[1], bodies, group)
 
+    def of_body(name: str) -> tuple[float, float]:  # of one computation, loops of it included
+        moved = exposed = 0.0
+        kernels, begun = 0, dict[str, tuple[int, float]]()
+        for line in bodies[name]:
+            match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)", line)
+            if match is None:
+                continue
+            result, types, operation, operands = match.groups()
+            sizes = [  # bytes of each array of the result
+                math.prod(int(n) for n in shape.split(",") if n) * _WIDTH[dtype]
+                for dtype, shape in re.findall(r"\b(bf16|f32|s32)\[([\d,]*)\]", types)
+            ]
+            size, alone = 0.0, True  # of a transfer that ends here
+            if "tpu_custom_call" in line:
+                kernels += 1
+            elif operation == "while":
+                condition, body = re.findall(r"(?:condition|body)=%?([\w.-]+)", line)
+                (times,) = re.findall(
+                    r" s32\[\]\S* constant\((\d+)\)", "\n".join(bodies[condition])
+                )
+                of_loop = of_body(body)
+                moved, exposed = moved + int(times) * of_loop[0], exposed + int(times) * of_loop[1]
+                kernels += any("tpu_custom_call" in x for x in bodies[body])
+            elif operation == "collective-permute-start":
+                begun[result] = kernels, sizes[0]
+            elif operation == "collective-permute-done":
+                before, size = begun.pop(operands.strip(" %"))
+                alone = kernels == before
+            elif operation in ("all-to-all", "collective-permute"):
+                size = sum(sizes) * (1 - 1 / group if operation == "all-to-all" else 1)
+            else:
+                assert not re.match(r"all-|reduce-scatter|collective|async", operation), line
+            moved, exposed = moved + size, exposed + size * alone
+        assert not begun
+        return moved, exposed
 
-def _of_body(name: str, bodies: Mapping[str, list[str]], group: int) -> tuple[float, float]:
-    """Return the bytes moved and exposed in one computation, loops of it included."""
-    moved = exposed = 0.0
-    kernels, begun = 0, dict[str, tuple[int, float]]()
-    for line in bodies[name]:
-        match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)", line)
-        if match is None:
-            continue
-        result, types, operation, operands = match.groups()
-        sizes = [  # bytes of each array of the result
-            math.prod(int(n) for n in shape.split(",") if n) * _WIDTH[dtype]
-            for dtype, shape in re.findall(r"\b(bf16|f32|s32)\[([\d,]*)\]", types)
-        ]
-        size, alone = 0.0, True  # of a transfer that ends here
-        if "tpu_custom_call" in line:
-            kernels += 1
-        elif operation == "while":
-            condition, body = re.findall(r"(?:condition|body)=%?([\w.-]+)", line)
-            (times,) = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(bodies[condition]))
-            of_loop = _of_body(body, bodies, group)
-            moved, exposed = moved + int(times) * of_loop[0], exposed + int(times) * of_loop[1]
-            kernels += any("tpu_custom_call" in x for x in bodies[body])
-        elif operation == "collective-permute-start":
-            begun[result] = kernels, sizes[0]
-        elif operation == "collective-permute-done":
-            before, size = begun.pop(operands.strip(" %"))
-            alone = kernels == before
-        elif operation in ("all-to-all", "collective-permute"):
-            size = sum(sizes) * (1 - 1 / group if operation == "all-to-all" else 1)
-        else:
-            assert not re.match(r"all-|reduce-scatter|collective|async", operation), line
-        moved, exposed = moved + size, exposed + size * alone
-    assert not begun
-    return moved, exposed
+    return of_body(entry[1])
 
 
 @command(__doc__, {"--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"}})
@@ -166,7 +166,3 @@ def main(options: Any) -> int:
     for topology, strategy, who in watched(each, len(each), "program"):
         report.add(measure(topology, who, strategy))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,27 +16,25 @@ waiting for the first block of dQ.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.common.report import Report, command
+from benchmarks.common.harness import Report, command
 from ring_core.tools.bench import watched
 
-ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 LENGTH, HEADS, KV_HEADS, DIM = 8192, 8, 2, 128
 WINDOW = 1024
@@ -79,17 +77,18 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
         sizes = default_sizes(direction, shape, WINDOW if is_window else math.inf, generation)
         # Blocks without a mask are a branch of every program.
         own[direction, name] = Program(direction, "window" if is_window else "causal", *sizes)
-    splash = [
-        Program(direction, "causal", *sizes)
-        for direction, sizes in product(DIRECTIONS, SPLASH_SIZES)
-    ]
+    splash = [Program(x, "causal", *sizes) for x, sizes in product(DIRECTIONS, SPLASH_SIZES)]
     code = {
         "ours": loops(topology, "ours", list(dict.fromkeys(own.values()))),
         "splash": loops(topology, "splash", splash),
     }
     for name, steps in MASKS.items():
         row: dict[str, Any] = {"topology": topology, "mask": name}
-        pairs = HEADS * sum(visible(*step) for step in steps)
+        pairs = 0  # visible ones
+        for mask, offset in steps:
+            (low, high), rows = BANDS[mask], np.arange(LENGTH) + offset
+            seen = np.minimum(rows - low, LENGTH - 1) - np.maximum(0, rows - high) + 1
+            pairs += HEADS * int(np.maximum(0, seen).sum())
         for direction in DIRECTIONS:
             for who, candidates in (("ours", [own[direction, name]]), ("splash", splash)):
                 costs = {
@@ -106,13 +105,6 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
             ratio = row[f"{direction} ours"] / row[f"{direction} splash"]
             row[f"{direction} ratio"] = round(ratio, 3)
         yield row
-
-
-def visible(mask: str, offset: int) -> int:
-    """Return the visible pairs of a step, per head."""
-    (low, high), rows = BANDS[mask], np.arange(LENGTH) + offset
-    seen = np.minimum(rows - low, LENGTH - 1) - np.maximum(0, rows - high) + 1
-    return int(np.maximum(0, seen).sum())
 
 
 def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: int) -> Loop:
@@ -141,20 +133,16 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        task = {"folder": name, "topology": topology, "who": who, "programs": programs}
         dump = f"--xla_jf_dump_to={folder / 'now'} --xla_jf_dump_llo_text=true"
-        environment = os.environ | {
+        environment = {
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "LIBTPU_INIT_ARGS": f"{dump} --xla_jf_dump_llo_pass_label_regex=final_bundles",
         }
-        process = subprocess.run(
-            [sys.executable, "-m", "benchmarks.development.tpu_static", "--child", json.dumps(task)],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if process.returncode != 0:
-            raise RuntimeError(process.stderr[-3000:])
+        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        with patch.dict(os.environ, environment), pool:
+            pool.submit(compile_all, folder, topology, who, programs).result()
         found = {
             program: {
                 match[1]: parse(path.read_text())
@@ -167,7 +155,7 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
             for n, program in enumerate(programs)
             if (folder / str(n)).exists()
         }
-    assert all(found.values()), f"a kernel was not dumped for {task}"
+    assert all(found.values()), f"a kernel was not dumped for {topology}, {who}"
     return found
 
 
@@ -183,17 +171,17 @@ class Branch(NamedTuple):
 
     def covers(self, other: Branch) -> bool:
         """Return True if another branch lies inside."""
-        return self.start <= other.start and other.stop <= self.stop
+        return self != other and self.start <= other.start and other.stop <= self.stop
 
 
 def largest(branches: list[Branch]) -> list[Branch]:
     """Return the branches that lie in no other."""
-    return [b for b in branches if not any(o != b and o.covers(b) for o in branches)]
+    return [b for b in branches if not any(other.covers(b) for other in branches)]
 
 
 def bundles(branches: list[Branch]) -> int:
-    """Return the number of bundles in branches that lie beside each other."""
-    return sum(branch.stop - branch.start for branch in branches)
+    """Return the number of bundles in branches, of which those inside others count once."""
+    return sum(branch.stop - branch.start for branch in largest(branches))
 
 
 def parse(text: str) -> Loop:
@@ -215,16 +203,13 @@ def parse(text: str) -> Loop:
     copies = [address for address, rest in body if re.search(r"dma\.\w+_to_", rest)]
     computing = of_kinds([b for b in jumps if b.holds(products)], products)
     # Of a kind of block, what branches inside jump over is not counted.
-    kinds = [
-        bundles([b]) - bundles(largest([x for x in jumps if x != b and b.covers(x)]))
-        for b in sorted(computing)
-    ]
+    kinds = [bundles([b]) - bundles([x for x in jumps if b.covers(x)]) for b in sorted(computing)]
     beside = [
         b for b in jumps
         if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
     ]  # fmt: skip
     always = [b for b in beside if b.holds(copies)]
-    rare = bundles(largest([b for b in beside if not any(c.covers(b) for c in always)]))
+    rare = bundles([b for b in beside if b not in always and not any(c.covers(b) for c in always)])
     rest = len(body) - rare - bundles(computing)
     return rest, rare, kinds[0], kinds[min(1, len(kinds) - 1)]
 
@@ -233,15 +218,12 @@ def of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
     """Return the branches that compute, without those that only wrap them."""
     outer = largest(heavy)
     inside = [b for b in heavy if b not in outer]
-    wraps = all(
-        any(b.holds([address]) for b in inside)
-        for address in products
-        if any(b.holds([address]) for b in outer)
-    )
+    in_outer = [x for x in products if any(b.holds([x]) for b in outer)]
+    wraps = all(any(b.holds([x]) for b in inside) for x in in_outer)
     return of_kinds(inside, products) if inside and wraps else outer
 
 
-def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]]) -> None:
+def compile_all(folder: Path, topology: str, who: str, programs: list[Program]) -> None:
     """Compile programs for one device of a topology, and keep the dumps of those that fit."""
     import jax
     import jax.numpy as jnp
@@ -259,9 +241,9 @@ def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]])
         out, pull = jax.vjp(attend, q, k, v)
         return pull(*dout) if dout else out
 
-    now = Path(folder, "now")
+    now = folder / "now"
     for n, (direction, mask, *sizes) in enumerate(programs):
-        run = partial(one_pass, _ours(mask) if who == "ours" else _splash(sizes))
+        run = partial(one_pass, _ours(mask) if who == "ours" else _splash(*sizes))
         shutil.rmtree(now, ignore_errors=True)
         now.mkdir()
         try:
@@ -270,7 +252,7 @@ def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]])
             if who == "ours" or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             continue
-        now.rename(Path(folder, str(n)))
+        now.rename(folder / str(n))
 
 
 def _ours(mask: str) -> Any:
@@ -278,49 +260,36 @@ def _ours(mask: str) -> Any:
 
     options: Any = {"window": (WINDOW - 1, 0)} if mask == "window" else {}
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        tokens = (x.swapaxes(1, 2) for x in (q, k, v))
+    def attend(*inputs: Any) -> Any:
+        tokens = (x.swapaxes(1, 2) for x in inputs)
         out = ring_attention(*tokens, axis_name=None, causal=True, kernel="pallas", **options)
         return out.swapaxes(1, 2)
 
     return attend
 
 
-def _splash(sizes: list[int]) -> Any:
+def _splash(q: int, k: int) -> Any:
     import jax
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-        splash_attention_mask as masks,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    q, k = sizes
-    blocks = kernels.BlockSizes(
+    blocks = splash.BlockSizes(
         block_q=q, block_kv=k, block_kv_compute=min(k, 512), block_q_dkv=q, block_kv_dkv=k,
         block_kv_dkv_compute=min(k, 512), use_fused_bwd_kernel=True,
     )  # fmt: skip
-    mask = masks.MultiHeadMask([masks.CausalMask((LENGTH, LENGTH))] * (HEADS // KV_HEADS))
-    kernel = kernels.make_splash_mqa_single_device(mask, block_sizes=blocks)
+    heads = HEADS // KV_HEADS
+    mask = splash.MultiHeadMask([splash.CausalMask((LENGTH, LENGTH))] * heads)
+    kernel = splash.make_splash_mqa_single_device(mask, block_sizes=blocks)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        grouped = q.reshape(1, KV_HEADS, HEADS // KV_HEADS, LENGTH, DIM)
+        grouped = q.reshape(1, KV_HEADS, heads, LENGTH, DIM)
         return jax.vmap(jax.vmap(kernel))(grouped, k, v).reshape(q.shape)
 
     return attend
 
 
-@command(
-    __doc__,
-    {
-        "--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"},
-        # Compilations run in a process of their own, which is started with this.
-        "--child": {"help": argparse.SUPPRESS},
-    },
-)
+@command(__doc__, {"--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"}})
 def main(options: Any) -> int:
     """Compile everything and print the figures."""
-    if options.child:
-        compile_all(**json.loads(options.child))
-        return 0
     print(
         f"bundles per thousand visible pairs and heads, T = {LENGTH} per device, H = {HEADS}, "
         f"K = {KV_HEADS}, D = {DIM}, bfloat16"
@@ -329,7 +298,3 @@ def main(options: Any) -> int:
     for topology in watched(options.topology, len(options.topology), "topology"):
         report.add(*measure(topology))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,1 @@
-"""Benchmarks of ring-jax: ``scaling`` over GPUs, ``options`` on one; ``methods`` of both."""
+"""Benchmarks of ring-jax: ``scaling`` over GPUs, ``options`` on one."""

@@ -11,7 +11,6 @@ a ratio is of two times of one round, and each is kept as its quartiles.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import turns
+from benchmarks.common import harness
 from benchmarks.common.cases import (
     CAUSAL,
     JAX_ROWS,
@@ -31,9 +30,8 @@ from benchmarks.common.cases import (
     Row,
     windowed,
 )
-from benchmarks.common.report import command, environment
-from benchmarks.common.turns import Errors, Run
-from benchmarks.jax.methods import Attend, both, cudnn, exact, kernel, random_arrays, seconds
+from benchmarks.common.harness import Errors, Run
+from benchmarks.jax.scaling import Attend, both, cudnn, exact, kernel, random_arrays, seconds
 from ring_core import Mask
 from ring_jax.tools.doctor import versions
 
@@ -81,27 +79,14 @@ def errors(row: Row) -> Errors:
     def error(rival: Rival) -> float:
         definition = partial(exact, **options_of(row.of(rival), GATE_LENGTH))
         expected = jax.jit(partial(both, definition))(*(y.astype("float32") for y in x))
-        results = run_of(row, x, "both", rival)()
-        return max(map(_error, results, expected))
+        pairs = zip(run_of(row, x, "both", rival)(), expected, strict=True)
+        return max(
+            float(jnp.sqrt(jnp.square(a.astype("float32") - b).mean()) / b.std()) for a, b in pairs
+        )
 
     with ThreadPoolExecutor(len(METHODS)) as pool:
-        errors = turns.attempted(row.entrants, error, pool.map)
-    return {rival.name: x for rival, x in errors.items()}
-
-
-def _error(result: Any, expected: Any) -> float:
-    off = jnp.square(result.astype("float32") - expected).mean()
-    return float(jnp.sqrt(off) / expected.std())
-
-
-def _calls(run: Run) -> int:
-    """Return how many calls fill a turn."""
-    return max(1, round(TURN * 1e3 / _milliseconds(run, 1)))
-
-
-def _milliseconds(run: Run, calls: int) -> float:
-    jax.block_until_ready(run())  # what follows finds the queue empty, and a GPU that is awake
-    return 1e3 * seconds(run, calls) / calls
+        found = harness.attempted(row.entrants, error, pool.map)
+    return {rival.name: x for rival, x in found.items()}
 
 
 def measured(row: Row, length: int, count: int) -> dict[str, Any]:
@@ -109,19 +94,23 @@ def measured(row: Row, length: int, count: int) -> dict[str, Any]:
     x = inputs(row, length)
     lowered = jax.jit(partial(METHODS[OURS], **options_of(row, length))).lower(*x[:-1])
     taken = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
-    rounds = partial(turns.take_turns, count=count, calls_of=_calls, time_of=_milliseconds)
+
+    def milliseconds(run: Run, calls: int) -> float:
+        jax.block_until_ready(run())  # what follows finds the queue empty, and a GPU that is awake
+        return 1e3 * seconds(run, calls) / calls
+
+    def calls(run: Run) -> int:  # that fill a turn
+        return max(1, round(TURN * 1e3 / milliseconds(run, 1)))
+
+    rounds = partial(harness.take_turns, count=count, calls_of=calls, time_of=milliseconds)
     # Compiled in parallel: cuDNN and Triton take seconds for each.
     with ThreadPoolExecutor(len(METHODS)) as pool:
-        timed = turns.timed_row(row, errors(row), partial(run_of, row, x), rounds, pool.map)
+        timed = harness.timed_row(row, errors(row), partial(run_of, row, x), rounds, pool.map)
     return timed | {"kernel": taken}
 
 
-@command(__doc__, turns.ARGUMENTS)
+@harness.command(__doc__, harness.ARGUMENTS)
 def main(options: Any) -> int:
     """Compare results, then time each row; return the exit code."""
-    described = environment(jax.devices()[0].device_kind, versions())
-    return turns.run_rows(options, JAX_ROWS, measured, described)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    described = harness.environment(jax.devices()[0].device_kind, versions())
+    return harness.run_rows(options, JAX_ROWS, measured, described)

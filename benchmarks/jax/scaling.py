@@ -5,82 +5,290 @@ that does not gets no time. Batch 1, bfloat16. Times are medians of rounds of wh
 which all methods of a setting take turns. Scaling efficiency is the rate per GPU over that of
 ``one`` GPU with the whole sequence, at 128k tokens where it did not run this one. ``GiB`` is what
 XLA sets aside on a GPU for results and temporaries.
+
+The plain methods run cuDNN's kernels, and have gradients. ``all-gather`` fetches all keys to every
+GPU, then attends; ``zigzag`` is a ring of ``lax.scan`` and ``lax.ppermute`` that merges parts. Both
+are written for causal masks over the zigzag layout; with windows and packed documents
+``all-gather`` takes contiguous shards.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.common.cases import JAX_SETTINGS, SCALING_GATE, K, Setting, mask_of
-from benchmarks.common.report import Report, command, environment, selected
-from benchmarks.common.turns import Run, attempted, take_turns
-from benchmarks.jax import methods
-from benchmarks.jax.methods import METHODS, Method, both, mesh_of, seconds, sharding_of
+import ring_jax_gpu
+from benchmarks.common import harness
+from benchmarks.common.cases import (
+    CAUSAL,
+    JAX_SETTINGS,
+    SCALING_GATE,
+    WRONG,
+    K,
+    Setting,
+    mask_of,
+)
+from benchmarks.common.harness import Run, attempted
+from ring_core import Layout, LayoutSpec, Mask, balanced_layout
 from ring_core.tools.bench import watched
 from ring_jax.tools.doctor import versions
 
 GATE_LENGTH = SCALING_GATE
 DEFAULT = ["one", "ring", "gather", "all-gather cudnn", "zigzag cudnn"]
-WRONG = 0.1  # a method is right if its largest error is below this
 LONG = 256 * K  # tokens above which there are fewer rounds
-RESULTS = ("out", "dq", "dk", "dv")
 SLOW = 0.2  # seconds per call above which a turn is one call
-TURN = 0.05  # seconds of calls in a turn
-REST = 0.05  # seconds before a turn
+TURN, REST = 0.05, 0.05  # seconds of calls in a turn, and before it
+AXIS = "cp"
+_BLOCK = 128  # tokens; lengths that kernels get are multiples of it
+Attend = Callable[..., Any]
+Implementation = Literal["xla", "cudnn"]  # the first for tests without a GPU
+Part = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
 
 
-class Entrant(NamedTuple):
-    """A method in a setting: compiled passes, and errors at 2,048 tokens."""
-
-    method: Method
-    mesh: Mesh
-    passes: dict[str, Any]
-    errors: dict[str, float]
-
-
-def arrays_of(setting: Setting, length: int, mesh: Mesh) -> list[Any]:
-    """Return random q, k, v and dout, split over the GPUs of a mesh."""
-    make = partial(methods.random_arrays, [(1, length, *shape) for shape in setting.shapes], 1)
-    return list(jax.jit(make, out_shardings=sharding_of(mesh))())
-
-
-def enter(name: str, setting: Setting, mesh: Mesh, short: list[Any], expected: Any) -> Entrant:
-    """Compile a method's programs for a setting, and compare it at 2,048 tokens."""
-    mesh = mesh_of(1) if name == "one" else mesh
-    split = sharding_of(mesh)
-    gate, method = (
-        METHODS[name](mesh, mask_of(setting.mask, length), length)
-        for length in (GATE_LENGTH, setting.seq_len)
+def kernel(
+    q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, name: str = "auto", **options: Any
+) -> Any:
+    """Run our kernels on one device, those that ``auto`` takes or of a name."""
+    return ring_jax_gpu.ring_attention(
+        q, k, v, axis_name=None, mask=mask, bias=bias, kernel=name, **options
     )
-    order = methods.in_order(gate.layout, GATE_LENGTH, mesh.size)
-    results = jax.jit(partial(both, gate.attend))(
-        *(jax.device_put(x[:, order], split) for x in short)
+
+
+def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
+    """Run cuDNN as JAX calls it; V is zero-padded to the head dim of Q and K."""
+    padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[3] - v.shape[3])])
+    window: Any = mask.window
+    out = jax.nn.dot_product_attention(
+        q, k, padded, bias, is_causal=mask.causal, local_window_size=window, implementation="cudnn"
     )
-    errors = {
-        key: float(np.abs(np.asarray(x, np.float32) - y[:, order]).max())
-        for key, x, y in zip(RESULTS, results, expected, strict=True)
-    }
-    shapes = [
-        jax.ShapeDtypeStruct((1, setting.seq_len, *shape), jnp.bfloat16, sharding=split)
-        for shape in setting.shapes
+    return out[..., : v.shape[3]]
+
+
+def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, **options: Any) -> Any:
+    """Compute attention by its definition, or with options by the kernel ``xla``, in float32."""
+    if options:
+        return kernel(q, k, v, bias, mask=mask, name="xla", **options)
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[3] ** -0.5
+    scores = scores if bias is None else scores + bias
+    visible = mask.dense(np.arange(q.shape[1]), np.arange(k.shape[1]))
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhij,bjhd->bihd", weights, v, precision="highest")
+
+
+def both(attend: Attend, *arrays: Any) -> Any:
+    """Return the output, and the gradients of all arrays but the last one, ``dout``."""
+    *x, dout = arrays
+    out, pull = jax.vjp(attend, *x)
+    return (out, *pull(dout.astype(out.dtype)))
+
+
+def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:
+    """Return a random bfloat16 array for each shape."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [
+        jax.random.normal(key, tuple(shape), "float32").astype("bfloat16")
+        for key, shape in zip(keys, shapes, strict=True)
     ]
-    passes = {
-        "forward": jax.jit(method.attend).lower(*shapes[:3]).compile(),
-        "both": jax.jit(partial(both, method.attend)).lower(*shapes).compile(),
-    }
-    return Entrant(method, mesh, passes, errors)
+
+
+def seconds(run: Callable[[], Any], calls: int = 1) -> float:
+    """Return the seconds of ``calls`` queued calls, until the last one is ready."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        last = run()
+    jax.block_until_ready(last)
+    return time.perf_counter() - start
+
+
+def mesh_of(gpus: int) -> Mesh:
+    """Return a mesh of this machine's first ``gpus`` GPUs, with one axis."""
+    devices = jax.devices()[:gpus]
+    return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+class Method(NamedTuple):
+    """An attention method over a mesh, for a mask."""
+
+    attend: Attend  # of q, k and v over all devices, in the order of the layout
+    layout: LayoutSpec = "zigzag"  # the order of tokens over devices
+    chosen: Callable[..., dict[str, str]] = lambda *_: {}  # what `auto` takes, if it is ours
+
+
+Maker = Callable[[Mesh, Mask, int], Method]  # the last is the number of tokens
+
+
+def ours(
+    mesh: Mesh, mask: Mask, seq_len: int, *, strategy: Any = "ring", chunks: bool = False,
+    kernel: str = "auto",
+) -> Method:  # fmt: skip
+    """Return ``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask."""
+    layout: LayoutSpec = (
+        balanced_layout(mask, seq_len=seq_len, cp_size=mesh.size) if chunks else "zigzag"
+    )
+    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, layout=layout)
+    attend = partial(cp.attention, mask=mask, kernel=kernel, strategy=strategy)
+
+    def chosen(*qkv: Any) -> dict[str, str]:
+        text = cp.explain(*qkv, mask=mask, kernel=kernel)
+        lines = re.findall(r"^(strategy|kernel) (\w+)", text, re.MULTILINE)
+        return {key.replace("strategy", "auto"): name for key, name in reversed(lines)}
+
+    return Method(attend, layout, chosen)
+
+
+def one(_: Mesh, mask: Mask, _seq_len: int, *, kernel: str = "auto") -> Method:
+    """Return attention over the whole sequence on one GPU."""
+    run = partial(ring_jax_gpu.ring_attention, axis_name=None, mask=mask, kernel=kernel)
+    return Method(run, "contiguous")
+
+
+def _over(mesh: Mesh, local: Attend, layout: LayoutSpec = "zigzag") -> Method:
+    spec = PartitionSpec(None, AXIS)
+    whole = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return Method(whole, layout)
+
+
+def all_gather(mesh: Mesh, mask: Mask, seq_len: int, *, implementation: Implementation) -> Method:
+    """Return attention to all gathered K/V: zigzag queries if causal, else contiguous shards."""
+    size = mesh.shape[AXIS]
+    half = seq_len // size // 2
+
+    def causal(q: Any, k: Any, v: Any) -> Any:
+        k, v = (in_order(lax.all_gather(x, AXIS)) for x in (k, v))
+        branches = [partial(two_chunks, rank) for rank in range(size)]
+        return lax.switch(lax.axis_index(AXIS), branches, q, k, v)
+
+    def in_order(gathered: Any) -> Any:
+        """Reorder ``[P, B, T, K, D]`` in zigzag order to ``[B, P * T, K, D]`` in natural order."""
+        chunks = [gathered[n, :, :half] for n in range(size)]
+        chunks += [gathered[n, :, half:] for n in reversed(range(size))]
+        return jnp.concatenate(chunks, axis=1)
+
+    def two_chunks(rank: int, q: Any, k: Any, v: Any) -> Any:
+        """Attend with both chunks of a rank's queries: to all before, and causally to itself."""
+        outs = []
+        for n, chunk in enumerate((rank, 2 * size - 1 - rank)):
+            rows, k_stop = q[:, n * half : (n + 1) * half], chunk * half
+            own = slice(k_stop, k_stop + half)
+            whole = _part(rows, k[:, own], v[:, own], implementation, is_causal=True)
+            if k_stop:
+                before = _part(rows, k[:, :k_stop], v[:, :k_stop], implementation)
+                whole = _merged(whole, before)
+            outs.append(whole[0].astype(q.dtype))
+        return jnp.concatenate(outs, axis=1)
+
+    def contiguous(q: Any, k: Any, v: Any) -> Any:
+        k, v = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k, v))
+        starts = range(0, seq_len, seq_len // size)
+        branches = [partial(behind_earlier_rows, start) for start in starts]
+        return lax.switch(lax.axis_index(AXIS), branches, q, k, v)
+
+    def behind_earlier_rows(start: int, q: Any, k: Any, v: Any) -> Any:
+        """Attend with a shard's queries, the first at ``start``, to all keys that they see.
+
+        Rows of zeros before the queries make a square of it, so that ``is_causal`` and
+        ``local_window_size`` mean what they should.
+        """
+        stop, first, visible = start + q.shape[1], 0, None
+        if mask.window is not None and mask.window[0] is not None:
+            first = max(0, start - mask.window[0])
+        if mask.cu_seqlens is not None:
+            ends = np.asarray(mask.cu_seqlens)
+            first = max(first, int(ends[ends <= start].max()))
+        first -= first % _BLOCK
+        if mask.cu_seqlens is not None:
+            ids = jnp.asarray(np.searchsorted(ends, np.arange(first, stop), side="right"))
+            visible = (ids[:, None] == ids[None])[None, None]
+        rows = jnp.pad(q, ((0, 0), (start - first, 0), (0, 0), (0, 0)))
+        window: Any = mask.window
+        out = jax.nn.dot_product_attention(
+            rows, k[:, first:stop], v[:, first:stop], mask=visible, is_causal=True,
+            local_window_size=window, implementation=implementation,
+        )  # fmt: skip
+        return out[:, start - first :]
+
+    return _over(mesh, causal) if mask == CAUSAL else _over(mesh, contiguous, "contiguous")
+
+
+def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) -> Method:
+    """Return a ring over the zigzag layout.
+
+    All queries see half of an earlier rank's keys; half of them see all keys of a later rank.
+    """
+    if mask != CAUSAL:
+        raise ValueError("zigzag is written for causal masks")
+    size = mesh.shape[AXIS]
+    turn = [(n, (n + 1) % size) for n in range(size)]
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        rank, half = lax.axis_index(AXIS), q.shape[1] // 2
+
+        def from_before(k: Any, v: Any) -> Part:
+            return _part(q, k[:, :half], v[:, :half], implementation)
+
+        def from_behind(k: Any, v: Any) -> Part:
+            out, lse = _part(q[:, half:], k, v, implementation)
+            edges = ((0, 0), (half, 0), (0, 0))
+            return (jnp.pad(out, (*edges, (0, 0))), jnp.pad(lse, edges, constant_values=-jnp.inf))
+
+        def step(carry: Any, n: Any) -> tuple[Any, None]:
+            k, v, whole = carry
+            following = [lax.ppermute(x, AXIS, turn) for x in (k, v)]
+            part = lax.cond(n <= rank, from_before, from_behind, k, v)
+            return (*following, _merged(whole, part)), None
+
+        first = [lax.ppermute(x, AXIS, turn) for x in (k, v)]
+        whole = _part(q, k, v, implementation, is_causal=True)
+        (_, _, (out, _)), _ = lax.scan(step, (*first, whole), jnp.arange(1, size))
+        return out.astype(q.dtype)
+
+    return _over(mesh, local)
+
+
+METHODS: dict[str, Maker] = {
+    "one": one, "ring": ours, "gather": partial(ours, strategy="gather"),
+    "ulysses": partial(ours, strategy="ulysses"),
+    "ring, chunks": partial(ours, chunks=True),
+    "gather, chunks": partial(ours, strategy="gather", chunks=True),
+    "all-gather cudnn": partial(all_gather, implementation="cudnn"),
+    "zigzag cudnn": partial(zigzag, implementation="cudnn"),
+}  # fmt: skip
+
+
+def sharding_of(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of tokens over the GPUs of a mesh."""
+    return NamedSharding(mesh, PartitionSpec(None, AXIS))
+
+
+def _part(q: Any, k: Any, v: Any, by: Implementation, *, is_causal: bool = False) -> Part:
+    """Attend on one device, by a kernel of ours that gives the lse in float32, and its gradient.
+
+    ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient.
+    """
+    out, lse = ring_jax_gpu.ring_attention(
+        q, k, v, axis_name=None, causal=is_causal, kernel=by, return_lse=True
+    )
+    return out.astype("float32"), lse.swapaxes(1, 2)
+
+
+def _merged(a: Part, b: Part) -> Part:
+    lse = jnp.logaddexp(a[1], b[1])
+    weights = (jnp.exp(x[1] - lse)[..., None] for x in (a, b))
+    out = sum(x[0] * weight for x, weight in zip((a, b), weights, strict=True))
+    return out, lse
 
 
 def _calls(run: Run) -> int:
@@ -103,57 +311,84 @@ def rows_of_setting(
     setting: Setting, names: list[str], mesh: Mesh, pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method: all are compared first, then timed in turns."""
+    meshes = {name: mesh_of(1) if name == "one" else mesh for name in names}
     rows: dict[str, dict[str, Any]] = {
         name: {"gpus": mesh.size, "setting": setting.name, "method": name} for name in names
     }
-    *short, dout = arrays_of(setting, GATE_LENGTH, mesh_of(1))
-    defined = partial(methods.exact, mask=mask_of(setting.mask, GATE_LENGTH))
-    wide = [x.astype("float32") for x in short]
-    expected = jax.device_get(jax.jit(partial(both, defined))(*wide, dout))
-    entered = partial(enter, setting=setting, mesh=mesh, short=[*short, dout], expected=expected)
-    entrants = attempted(names, entered, pool.map)
-    on_mesh: dict[int, list[Any]] = {}
 
-    def passes_of(name: str) -> dict[str, Run]:
-        size = entrants[name].mesh.size
-        if size not in on_mesh:
-            on_mesh[size] = arrays_of(setting, setting.seq_len, entrants[name].mesh)
-        rows[name] |= entrants[name].method.chosen(*on_mesh[size][:3])
+    @cache
+    def arrays(length: int, mesh: Mesh) -> list[Any]:  # q, k, v and dout, split over a mesh
+        make = partial(random_arrays, [(1, length, *x) for x in setting.shapes], 1)
+        return list(jax.jit(make, out_shardings=sharding_of(mesh))())
+
+    short = arrays(GATE_LENGTH, mesh_of(1))
+    defined = partial(exact, mask=mask_of(setting.mask, GATE_LENGTH))
+    wide = [x.astype("float32") for x in short[:3]]
+    expected = jax.device_get(jax.jit(partial(both, defined))(*wide, short[3]))
+
+    def compiled(name: str) -> tuple[Any, dict[str, float], dict[str, Any]]:
+        """Return a method, its errors at 2,048 tokens, and programs of both passes."""
+        split = sharding_of(meshes[name])
+        gate, method = (
+            METHODS[name](meshes[name], mask_of(setting.mask, length), length)
+            for length in (GATE_LENGTH, setting.seq_len)
+        )
+        layout = Layout(gate.layout, GATE_LENGTH, meshes[name].size)
+        order = np.concatenate([layout.positions(rank) for rank in range(meshes[name].size)])
+        inputs = [jax.device_put(x[:, order], split) for x in short]
+        results = jax.jit(partial(both, gate.attend))(*inputs)
+        errors = {
+            key: float(np.abs(np.asarray(x, np.float32) - y[:, order]).max())
+            for key, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
+        }
+        shapes = [
+            jax.ShapeDtypeStruct((1, setting.seq_len, *x), jnp.bfloat16, sharding=split)
+            for x in setting.shapes
+        ]
+        return method, errors, {
+            "forward": jax.jit(method.attend).lower(*shapes[:3]).compile(),
+            "both": jax.jit(partial(both, method.attend)).lower(*shapes).compile(),
+        }  # fmt: skip
+
+    def first_run(name: str) -> dict[str, Run]:
+        method, _, programs = entrants[name]
+        x = arrays(setting.seq_len, meshes[name])
+        rows[name] |= method.chosen(*x[:3])
         passes: dict[str, Run] = {
-            way: partial(program, *(on_mesh[size] if way == "both" else on_mesh[size][:3]))
-            for way, program in entrants[name].passes.items()
+            way: partial(program, *x[: 4 if way == "both" else 3])
+            for way, program in programs.items()
         }
         for run in passes.values():
             jax.block_until_ready(run())
         return passes
 
+    entrants = attempted(names, compiled, pool.map)
     for name, entrant in entrants.items():
         if isinstance(entrant, str):
             yield rows.pop(name) | {"failed": entrant}
-        elif not max(entrant.errors.values()) < WRONG:
-            yield rows.pop(name) | {"wrong": entrant.errors}
-    passes = attempted([*rows], passes_of)
+        elif not max(entrant[1].values()) < WRONG:
+            yield rows.pop(name) | {"wrong": entrant[1]}
+    passes = attempted([*rows], first_run)
     for name in [name for name, runs in passes.items() if isinstance(runs, str)]:
         yield rows.pop(name) | {"failed": passes.pop(name)}
     runs = {(name, way): run for name, of in passes.items() for way, run in of.items()}
-    took = take_turns(runs, 3 if setting.seq_len > LONG else 5, _calls, _milliseconds)
+    rounds = 3 if setting.seq_len > LONG else 5
+    took = harness.take_turns(runs, rounds, _calls, _milliseconds)
     for name, row in rows.items():
-        entrant = entrants[name]
+        _, errors, programs = entrants[name]
+        # What XLA takes on a GPU for results and temporaries.
+        memory = {way: program.memory_analysis() for way, program in programs.items()}
         times = {
-            way: {"ms": median(took[name, way]), "peak_gib": _set_aside(program)}
-            for way, program in entrant.passes.items()
+            way: {
+                "ms": median(took[name, way]),
+                "peak_gib": (x.temp_size_in_bytes + x.output_size_in_bytes) / 2**30,
+            }
+            for way, x in memory.items()
         }
-        yield row | {"errors": entrant.errors} | setting.rates(times, entrant.mesh.size)
+        yield row | {"errors": errors} | setting.rates(times, meshes[name].size)
 
 
-def _set_aside(program: Any) -> float:
-    """Return the GiB that a program takes on a GPU for results and temporaries."""
-    memory = program.memory_analysis()
-    size: float = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return size / 2**30
-
-
-@command(
+@harness.command(
     __doc__,
     {
         "--gpus": {"type": int, "help": "how many; by default all"},
@@ -164,9 +399,11 @@ def _set_aside(program: Any) -> float:
 def main(options: Any) -> int:
     """Time the settings asked for, one after the other; rows already in the JSON are kept."""
     gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
-    report = Report(options, environment(gpu, versions(), XLA_FLAGS=flags), keep=True)
+    report = harness.Report(
+        options, harness.environment(gpu, versions(), XLA_FLAGS=flags), keep=True
+    )
     mesh = mesh_of(options.gpus or len(jax.devices()))
-    chosen = selected(JAX_SETTINGS, options.settings)
+    chosen = harness.selected(JAX_SETTINGS, options.settings)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for setting in watched(chosen, len(chosen), "setting"):
             key = {"gpus": mesh.size, "setting": setting.name}
@@ -174,7 +411,3 @@ def main(options: Any) -> int:
             for row in rows_of_setting(setting, left, mesh, pool):
                 report.add(row)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

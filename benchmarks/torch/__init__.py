@@ -1,16 +1,13 @@
-"""Benchmarks of ring-torch: ``scaling`` over GPUs, ``options`` on one; ``methods`` of both.
-
-``model`` times a whole model, ``recurrent`` recurrent layers, ``decode`` attention over pages and
-``heads`` losses; ``bench_command`` keeps what ``python -m ring_torch bench`` prints.
-"""
+"""Benchmarks of ring-torch: over GPUs, on one, of a model, recurrent layers and decoding."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
-from benchmarks.common.report import UsageError, environment
+from benchmarks.common.harness import environment
 from ring_core.tools.doctor import installed
 from ring_torch.tools.doctor import versions
 
@@ -23,7 +20,6 @@ def described(*libraries: str, **more: Any) -> dict[str, Any]:
 
 
 def check_gpus(asked: int, least: int = 1) -> None:
-    """Raise a :class:`UsageError` if this machine has fewer GPUs, or too few are asked for."""
-    if not least <= asked <= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UsageError(f"--gpus {asked}: there are {count}, {least} or more are needed")
+    """Exit if this machine has fewer GPUs than are asked for, or too few are."""
+    if not least <= asked <= (count := torch.cuda.device_count()):
+        sys.exit(f"--gpus {asked}: there are {count}, {least} or more are needed")

@@ -14,22 +14,8 @@ import sys
 from statistics import median
 from typing import Any
 
-from benchmarks.common.report import Report, command
+from benchmarks.common.harness import Report, command
 from benchmarks.torch import described
-
-
-def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each pass."""
-    tokens = {"tokens": printed["setting"]["seq_len"], "setting": printed["setting"]}
-    rows = []
-    for timing in printed["timings"]:
-        alone, ring = timing["alone"], timing["ring"]
-        rates = sorted(timing["work_fraction"] * a / b for a, b in zip(alone, ring, strict=True))
-        rows.append(tokens | {
-            "bench_pass": timing["name"], "alone_ms": 1e3 * median(alone), "ring_ms": 1e3 * median(ring),
-            "shares": [rates[0], timing["efficiency"], rates[-1]], "check_cost": timing["check_cost"],
-        })  # fmt: skip
-    return rows
 
 
 @command(
@@ -52,9 +38,12 @@ def main(options: Any) -> int:
             return done.returncode
         printed = json.loads(done.stdout[done.stdout.index("{") :])
         report.environment |= {"gpus": printed["setting"]["ranks"], "versions": printed["versions"]}
-        report.add(*rows_of(printed))
+        setting = {"tokens": printed["setting"]["seq_len"], "setting": printed["setting"]}
+        for timing in printed["timings"]:
+            alone, ring = timing["alone"], timing["ring"]
+            rates = [timing["work_fraction"] * a / b for a, b in zip(alone, ring, strict=True)]
+            report.add(setting | {
+                "bench_pass": timing["name"], "alone_ms": 1e3 * median(alone), "ring_ms": 1e3 * median(ring),
+                "shares": [min(rates), timing["efficiency"], max(rates)], "check_cost": timing["check_cost"],
+            })  # fmt: skip
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,6 @@ Results are compared with float64 first; where they are wrong nothing is timed.
 from __future__ import annotations
 
 import statistics
-import sys
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common.report import Report, command
+from benchmarks.common.harness import Report, command
 from benchmarks.torch import described
-from benchmarks.torch.timing import Run, event_ms, median_ms
+from benchmarks.torch.timing import Run, captured, event_ms, median_ms
 from ring_core import Mask
 from ring_torch import ContextParallel, KVCache
 from ring_torch.kernels.fa4 import FA4
@@ -59,19 +58,30 @@ ROWS = (
 )
 
 
-def rules_of(options: Any) -> Rules:
-    """Return the rules of causal attention."""
-    return Rules(Mask(causal=True), options.width**-0.5, None, None)
+class Call(NamedTuple):
+    """Arguments of a kernel: queries, their positions, pages of keys, columns of their table."""
+
+    q: Tensor
+    positions: Tensor
+    keys: PagedKeys
+    columns: range
+    rules: Rules
+
+    def kernel(self, step: str) -> str:
+        """Return the name of the kernel that a decode step or a prefill takes."""
+        return kernels.chosen("auto", step, self.q, self.q.shape[3], self.rules)[0]
+
+    def compared(self, name: str, out: Tensor) -> dict[str, Any]:
+        """Return a row with how far an output is from float64, and that it is wrong if it is."""
+        wide = self.keys._replace(k=self.keys.k.double(), v=self.keys.v.double())
+        exact, _ = paged.attend(self.q.double(), self.positions, wide, *self[3:])
+        error = float((out.double() - exact).norm() / exact.norm())
+        wrong = {"failed": f"{name} is WRONG: its error may be {MOST_ERROR}"}
+        return {"row": name, "error": error} | ({} if error <= MOST_ERROR else wrong)
 
 
-def kernel_of(q: Tensor, options: Any) -> kernels.Attend:
-    """Return the kernel that a decode step of these queries takes."""
-    rules = rules_of(options)
-    return kernels.attend_by(kernels.chosen("auto", "decode", q, options.width, rules)[0])
-
-
-def call_of(row: Row, options: Any) -> tuple[Tensor, Tensor, PagedKeys, range, Rules]:
-    """Return the arguments of a kernel: queries at the ends of requests, on scattered pages."""
+def call_of(row: Row, options: Any) -> Call:
+    """Return a call with queries at the ends of requests, on scattered pages."""
     torch.manual_seed(0)
     lengths = [int(options.tokens * share) for share in row.shares]
     pages = [-(-length // row.page_size) for length in lengths]
@@ -85,19 +95,13 @@ def call_of(row: Row, options: Any) -> tuple[Tensor, Tensor, PagedKeys, range, R
     ends = torch.tensor(lengths, device="cpu")[:, None]
     positions = ends + torch.arange(-row.new, 0, device="cpu")
     keys = PagedKeys(k, v, table.to(DEVICE), 0, 1)
-    columns, rules = range(max(pages)), rules_of(options)
-    return q.to(torch.bfloat16), positions.int().to(DEVICE), keys, columns, rules
+    positions = positions.int().to(DEVICE)
+    return Call(q.to(torch.bfloat16), positions, keys, range(max(pages)), rules_of(options))
 
 
-def compared(
-    name: str, out: Tensor, q: Tensor, positions: Tensor, keys: PagedKeys, columns: range, rules: Rules
-) -> dict[str, Any]:  # fmt: skip
-    """Return a row with how far an output is from float64, and that it is wrong if it is."""
-    wide = keys._replace(k=keys.k.double(), v=keys.v.double())
-    exact, _ = paged.attend(q.double(), positions, wide, columns, rules)
-    error = float((out.double() - exact).norm() / exact.norm())
-    wrong = {"failed": f"{name} is WRONG: its error may be {MOST_ERROR}"}
-    return {"row": name, "error": error} | ({} if error <= MOST_ERROR else wrong)
+def rules_of(options: Any) -> Rules:
+    """Return the rules of causal attention."""
+    return Rules(Mask(causal=True), options.width**-0.5, None, None)
 
 
 def beside(
@@ -111,35 +115,29 @@ def beside(
 
 def timed(run: Run, repeats: int) -> float:
     """Return the median of a run's milliseconds: on a GPU of its graph, with cold caches."""
-    replay = run
-    if torch.cuda.is_available():
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        replay = graph.replay
-        flushed = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
+    if not torch.cuda.is_available():
+        return median_ms(run, repeats)
+    flushed = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
 
     def cold(run: Run) -> float:
         flushed.zero_()
         return event_ms(run)
 
-    return median_ms(replay, repeats, cold)
+    return median_ms(captured(run), repeats, cold)
 
 
 def measured(row: Row, options: Any) -> dict[str, Any]:
     """Compare and time a row; without times if its results are wrong."""
     call = call_of(row, options)
-    attend, keys = kernel_of(call[0], options), call[2]
-    result = compared(row.name, attend(*call)[0], *call)
+    attend = partial(kernels.attend_by(call.kernel("decode")), *call)
+    result = call.compared(row.name, attend()[0])
     if "failed" in result:
         return result
-    read = torch.cat([keys.k.flatten(), keys.v.flatten()])
+    read = torch.cat([call.keys.k.flatten(), call.keys.v.flatten()])
     add = partial(torch.sum, read, dtype=torch.float32)
     top = partial(torch.amax, read.view(torch.float32))
     ms = partial(timed, repeats=options.repeats)
-    figures = beside((add, top), partial(attend, *call), options.turns, ms)
-    return result | {"bytes": read.nbytes} | figures
+    return result | {"bytes": read.nbytes} | beside((add, top), attend, options.turns, ms)
 
 
 def filled(options: Any, new: int) -> tuple[ContextParallel, KVCache, int, list[Tensor]]:
@@ -174,16 +172,16 @@ def measured_prefill(new: int, options: Any) -> dict[str, Any]:
     """Compare and time a prefill beside flash-attn-4; without times if it is wrong."""
     cp, cache, request, (q, k, v) = filled(options, new)
     run = partial(cp.prefill, q, k, v, cache, layer=0, request=request)
-    state, rules = state_of(cache), rules_of(options)
+    state = state_of(cache)
     keys, _ = state.keys_of(0, (request,), 1, is_last=False)
     rows = torch.arange(0, new, max(1, new // _SAMPLED), device=DEVICE)
     columns = range(len(state.page_numbers(request)))
     positions = (rows + options.tokens - new)[None]
-    out = run()[:, rows]
-    result = compared(f"prefill of {new}", out, q[:, rows], positions, keys, columns, rules)
+    call = Call(q[:, rows], positions, keys, columns, rules_of(options))
+    result = call.compared(f"prefill of {new}", run()[:, rows])
     if "failed" in result:
         return result
-    result["kernel"] = kernels.chosen("auto", "prefill", q, options.width, rules)[0]
+    result["kernel"] = call._replace(q=q).kernel("prefill")
     # Queued, as layers of a model are: the host runs ahead.
     queued = partial(event_ms, calls=20)
     if not q.is_cuda or FA4.unavailable_reason() is not None:
@@ -202,7 +200,8 @@ def measured_step(options: Any) -> dict[str, Any]:
     cp, cache, request, (q, k, v) = filled(options, 1)
     keys, ends = state_of(cache).keys_of(0, (request,), 1, is_last=True)
     columns = range(keys.table.shape[1])
-    call = q, positions_of(ends, 1), keys, columns, rules_of(options)
+    call = Call(q, positions_of(ends, 1), keys, columns, rules_of(options))
+    attend = partial(kernels.attend_by(call.kernel("decode")), *call)
 
     def step() -> None:
         cache.write(k, v, layer=0)
@@ -210,7 +209,7 @@ def measured_step(options: Any) -> dict[str, Any]:
 
     host = 1e6 * statistics.median(timeit.repeat(step, number=1, repeat=options.repeats))
     ms = partial(timed, repeats=options.repeats)
-    turns = beside([step], partial(kernel_of(q, options), *call), options.turns, ms)["turns_ms"]
+    turns = beside([step], attend, options.turns, ms)["turns_ms"]
     rest = statistics.median(1e3 * (whole - kernel) for whole, kernel in turns)
     return {"row": "a step", "turns_ms": turns, "rest_us": rest, "host_us": host}
 
@@ -231,7 +230,3 @@ def main(options: Any) -> int:
     for new in (x for x in PREFILLS if x < options.tokens):
         report.add(measured_prefill(new, options))
     return report.failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

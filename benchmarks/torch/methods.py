@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-import ring_core
-from ring_core import Mask, StrategyConfig
+from ring_core import LayoutName, Mask, StrategyConfig, balanced_layout
 from ring_torch import ContextParallel
 
-Attend = Callable[..., Tensor]  # of q, k, v and, in rows that have them, sinks
+Attend = Callable[..., Any]  # of q, k, v and, in rows that have them, sinks
 
 
 class Method(NamedTuple):
@@ -92,7 +91,7 @@ def flash(mask: Mask, **options: Any) -> Attend:
 def padded(attend: Attend) -> Attend:
     """Return ``attend`` with V zero-padded to the head dim of q and k."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         short = q.shape[3] - v.shape[3]
         return attend(q, k, pad(v, (0, short)))[..., : v.shape[3]] if short else attend(q, k, v)
 
@@ -109,13 +108,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _over_zigzag(attend: Attend) -> Method:
-    """Return the method of a function that takes shards in the zigzag layout."""
-    return Method(attend, shard=ContextParallel(layout="zigzag").shard)
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
+def _over(layout: LayoutName, attend: Attend) -> Method:
+    """Return the method of a function that takes shards in a layout."""
+    return Method(attend, shard=ContextParallel(layout=layout).shard)
 
 
 class _Exchange(torch.autograd.Function):
@@ -147,7 +142,7 @@ def _ulysses(mask: Mask) -> Method:
         received: Tensor = _Exchange.apply(out.unflatten(1, (world, -1)).transpose(0, 1))
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    return Method(attend, shard=_contiguous)
+    return _over("contiguous", attend)
 
 
 def _ring_flash_attn(mask: Mask) -> Method:
@@ -161,38 +156,33 @@ def _ring_flash_attn(mask: Mask) -> Method:
     if mask.window is None and mask.cu_seqlens is None:
         from ring_flash_attn import zigzag_ring_flash_attn_func
 
-        return _over_zigzag(padded(partial(zigzag_ring_flash_attn_func, causal=True)))
+        return _over("zigzag", padded(partial(zigzag_ring_flash_attn_func, causal=True)))
     from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
 
     rank, world = dist.get_rank(), dist.get_world_size()
     left = -1 if mask.window is None or mask.window[0] is None else mask.window[0]
 
     @cache
-    def slices(length: int, device: torch.device) -> tuple[Any, ...]:
+    def slices(length: int, device: torch.device) -> Any:
         documents = torch.tensor(mask.cu_seqlens or (0, length), dtype=torch.int32, device=device)
-        prepared: tuple[Any, ...] = llama3_flash_attn_prepare_cu_seqlens(
-            documents, True, rank, world
-        )
-        return prepared
+        return llama3_flash_attn_prepare_cu_seqlens(documents, True, rank, world)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         cu_q, cu_k, longest_q, longest_k, keys = slices(world * q.shape[1], q.device)
-        out: Tensor = llama3_flash_attn_varlen_func(
+        return llama3_flash_attn_varlen_func(
             q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k,
             heads_k_stride=min(4, k.shape[2]),  # as in its own benchmark
             local_k_slice=keys, causal=True, window_size=(left, -1 if left < 0 else 0),
-        )  # fmt: skip
-        return out[None]
+        )[None]  # fmt: skip
 
-    return Method(padded(attend), shard=_contiguous)
+    return _over("contiguous", padded(attend))
 
 
 @cache
-def _yunchang_groups() -> None:
+def _yunchang_groups(world: int) -> None:
     """Make yunchang's global process groups: two consecutive ranks split heads."""
     from yunchang import set_seq_parallel_pg
 
-    world = dist.get_world_size()
     set_seq_parallel_pg(2, world // 2, dist.get_rank(), world)
 
 
@@ -205,24 +195,20 @@ def _yunchang(mask: Mask) -> Method:
         raise ValueError("yunchang: it takes no documents, and its zigzag ring is causal only")
     from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, UlyssesAttention
 
-    shard: Callable[[Tensor], Tensor] = _contiguous
-    window: tuple[int | None, int] = (-1, -1)
-    world = ulysses = dist.get_world_size()
-    attention = UlyssesAttention()
+    rank, world = dist.get_rank(), dist.get_world_size()
     if mask.window is not None:
-        window = (mask.window[0], 0)
+        attention, ulysses = UlyssesAttention(), world
+        window, shard = (mask.window[0], 0), ContextParallel(layout="contiguous").shard
     else:
-        _yunchang_groups()
-        ulysses, attention = 2, LongContextAttention(ring_impl_type="zigzag")
-        shard = partial(
-            EXTRACT_FUNC_DICT["zigzag"], rank=dist.get_rank(), world_size=world, rd=world // 2, ud=2
-        )
+        _yunchang_groups(world)
+        attention, ulysses = LongContextAttention(ring_impl_type="zigzag"), 2
+        extract = partial(EXTRACT_FUNC_DICT["zigzag"], rank=rank, world_size=world)
+        window, shard = (-1, -1), partial(extract, rd=world // 2, ud=2)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         if k.shape[2] % ulysses:
             raise ValueError(f"yunchang: {k.shape[2]} K/V heads do not split over {ulysses} ranks")
-        out: Tensor = attention(q, k, v, causal=True, window_size=window)
-        return out
+        return attention(q, k, v, causal=True, window_size=window)
 
     return Method(padded(attend), shard=shard)
 
@@ -241,13 +227,11 @@ def _torch_cp(mask: Mask) -> Method:
 
     @contextmanager
     def around() -> Iterator[None]:
-        with (
-            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-            context_parallel(mesh, buffers=rest, buffer_seq_dims=[0]),
-        ):
+        parallel = context_parallel(mesh, buffers=rest, buffer_seq_dims=[0])
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), parallel:
             yield
 
-    return _over_zigzag(partial(sdpa, is_causal=mask.causal))._replace(around=around)
+    return _over("zigzag", partial(sdpa, is_causal=mask.causal))._replace(around=around)
 
 
 #: Methods over several GPUs beside ours, by name.
@@ -298,17 +282,15 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
         raise ValueError(f"{name}: a method is layout/kernel/strategy/transport, and {ends}")
     layout: Any = parts[0]
     if layout == "chunks":
-        world = dist.get_world_size()
-        layout = ring_core.balanced_layout(mask, seq_len=seq_len, cp_size=world)
+        layout = balanced_layout(mask, seq_len=seq_len, cp_size=dist.get_world_size())
     cp = ContextParallel(layout=layout)
     options: dict[str, Any] = {
         "kernel": parts[1], "strategy": STRATEGIES[parts[2]], "transport": end,
         "causal": mask.causal, "window": mask.window, "cu_seqlens": mask.cu_seqlens,
     }  # fmt: skip
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        out: Tensor = cp.attention(q, k, v, sinks=sinks, **options)
-        return out
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Any:
+        return cp.attention(q, k, v, sinks=sinks, **options)
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> str:
         text = cp.explain(q, k, v, sinks=sinks, **options)

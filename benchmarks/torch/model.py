@@ -10,7 +10,6 @@ timed on one, too::
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.common.report import Report, command, selected
+from benchmarks.common.harness import Report, command, selected
 from benchmarks.torch import check_gpus, described
 from benchmarks.torch.methods import sdpa
 from ring_torch import ContextParallel, linear_cross_entropy
@@ -87,12 +86,6 @@ SETTINGS = (
 SMALL = Setting(2, 4096, dim=512, heads=4, kv_heads=1, mlp=1024, vocabulary=4096)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of columns by the angles of their positions (rotary position embedding)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 class Block(nn.Module):
     """A layer: attention with normalized queries and keys, and a gated MLP."""
 
@@ -114,7 +107,9 @@ class Block(nn.Module):
         q, k, v = (
             part(hidden).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v)
         )
-        q, k = rotated(self.q_norm(q), cos, sin), rotated(self.k_norm(k), cos, sin)
+        # Pairs of columns turn by the angles of their positions (rotary position embedding).
+        halves = (x.chunk(2, dim=-1) for x in (self.q_norm(q), self.k_norm(k)))
+        q, k = (torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1) for a, b in halves)
         x = x + self.out(self.attend(q, k, v).flatten(2))
         hidden = self.mlp_norm(x)
         after: Tensor = x + self.down(silu(self.gate(hidden)) * self.up(hidden))
@@ -152,21 +147,14 @@ def batch(setting: Setting, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def shards(cp: ContextParallel, setting: Setting, device: torch.device) -> tuple[Tensor, ...]:
-    """Return this rank's tokens, labels and positions."""
-    tokens, labels = (cp.shard(x, dim=1) for x in batch(setting, device))
-    return tokens, labels, cp.positions(setting.tokens, device=device)
-
-
 def sharded(setting: Setting, device: torch.device) -> Decoder:
     """Return a model in FSDP2's shards."""
     cp = ContextParallel(layout="zigzag")
     with torch.device("meta"):
         model = Decoder(setting, cp, partial(cp.attention, causal=True))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
+    for block in (*model.blocks, model):
         fully_shard(block, mp_policy=mixed)
-    fully_shard(model, mp_policy=mixed)
     model.to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():  # shards draw their part of the same numbers
@@ -175,16 +163,22 @@ def sharded(setting: Setting, device: torch.device) -> Decoder:
     return model
 
 
-def backward(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Run both passes, and return the loss of the whole sequence.
+def backward(model: Decoder, setting: Setting, device: torch.device) -> Callable[[], Tensor]:
+    """Return a run of both passes on this rank's tokens, and of the whole sequence's loss.
 
     FSDP divides gradients by the number of ranks, so the loss is multiplied by it.
     """
-    loss: Tensor = model(*inputs)
-    (loss * dist.get_world_size()).backward()
-    whole = loss.detach().clone()
-    dist.all_reduce(whole)
-    return whole
+    tokens, labels = (model.cp.shard(x, dim=1) for x in batch(setting, device))
+    positions = model.cp.positions(setting.tokens, device=device)
+
+    def run() -> Tensor:
+        loss: Tensor = model(tokens, labels, positions)
+        (loss * dist.get_world_size()).backward()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        return whole
+
+    return run
 
 
 def check(_: int, setting: Setting, device_type: str) -> None:
@@ -195,17 +189,15 @@ def check(_: int, setting: Setting, device_type: str) -> None:
     """
     device = torch.device(device_type)
     model = sharded(setting, device)
-    loss = backward(model, shards(model.cp, setting, device))
+    loss = backward(model, setting, device)()
     weights: dict[str, Any] = dict(model.named_parameters())
-
     alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with torch.device(device):
         whole = Decoder(setting, ContextParallel(group=alone), partial(sdpa, is_causal=True))
     with torch.no_grad():
         for name, weight in whole.named_parameters():
             weight.copy_(weights[name].full_tensor())
-    tokens, labels = batch(setting, device)
-    expected: Tensor = whole(tokens, labels, torch.arange(setting.tokens, device=device))
+    expected: Tensor = whole(*batch(setting, device), torch.arange(setting.tokens, device=device))
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=TOLERANCE, atol=0)
     for name, weight in whole.named_parameters():
@@ -221,23 +213,23 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     losses: list[float] = []
 
-    def step(inputs: tuple[Tensor, ...]) -> float:
+    def step(run: Callable[[], Tensor]) -> float:
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
-        loss = backward(model, inputs)
+        loss = run()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(round(float(loss), 4))  # waits for the GPU
         dist.barrier()
         return time.perf_counter() - start
 
-    short = replace(setting, tokens=min(setting.tokens, SHORT))
-    step(shards(model.cp, short, device))  # compiles kernels
+    # This compiles kernels.
+    step(backward(model, replace(setting, tokens=min(setting.tokens, SHORT)), device))
     losses.clear()
-    inputs = shards(model.cp, setting, device)
+    run = backward(model, setting, device)
     torch.cuda.reset_peak_memory_stats()
-    taken = [step(inputs) for _ in range(steps)]
+    taken = [step(run) for _ in range(steps)]
     most = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     rate = setting.flops / size / median(taken) / 1e12
@@ -270,7 +262,3 @@ def main(options: Any) -> int:
                 for setting in left:
                     report.add(ranks.run(timed, setting, options.steps)[0])
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,6 @@ is one of times in one round. Each is kept as its quartiles.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,10 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ring_torch
-from benchmarks.common import turns
+from benchmarks.common import harness
 from benchmarks.common.cases import OPTIONS_GATE as GATE_LENGTH, OURS, ROWS, Rival, Row
-from benchmarks.common.report import command
-from benchmarks.common.turns import Errors, Run, Times
+from benchmarks.common.harness import Errors, Run, Times, command
 from benchmarks.torch import described
 from benchmarks.torch.methods import Method, dense, flash, padded, sdpa
 from benchmarks.torch.timing import event_ms
@@ -40,6 +38,22 @@ DEVICE = "cuda"
 Rule = Callable[[Any, Any], Any]
 Score = Callable[[Any, Any, Any, Any], Any]
 flex: Any = torch.compile(flex_attention, dynamic=False)
+
+
+class Option(NamedTuple):
+    """An option of attention, as arguments and as a definition.
+
+    Attributes:
+        ours: Arguments of ``ring_attention``.
+        shown: A rule that is True where the query at ``i`` sees the key at ``j``.
+        score: A function that changes scores of head ``h``; ``None`` if they stay.
+        random: True if results of methods differ by chance, as with dropout.
+    """
+
+    ours: dict[str, Any]
+    shown: Rule = lambda i, j: i >= j
+    score: Score | None = None
+    random: bool = False
 
 
 class Case(NamedTuple):
@@ -64,21 +78,30 @@ class Case(NamedTuple):
         tensors[0] *= sharpness
         return [x.bfloat16().to(dtype).requires_grad_(n < 3) for n, x in enumerate(tensors)]
 
-
-class Option(NamedTuple):
-    """An option of attention, as arguments and as a definition.
-
-    Attributes:
-        ours: Arguments of ``ring_attention``.
-        shown: A rule that is True where the query at ``i`` sees the key at ``j``.
-        score: A function that changes scores of head ``h``; ``None`` if they stay.
-        random: True if results of methods differ by chance, as with dropout.
-    """
-
-    ours: dict[str, Any]
-    shown: Rule = lambda i, j: i >= j
-    score: Score | None = None
-    random: bool = False
+    @property
+    def option(self) -> Option:
+        """The row's option."""
+        name, length, heads = self.row.option, self.length, self.row.heads
+        document, window = min(1500, length // 3), length // 4
+        ids = torch.arange(length, device=self.device) // document
+        slopes = torch.exp2(-8 / heads * torch.arange(1, heads + 1, device=self.device))
+        bias = self.random(*[length if name == "bias" else 0] * 2)
+        sinks = self.random(heads).float().requires_grad_()
+        together: Rule = lambda i, j: (i >= j) & (i // document == j // document)  # noqa: E731 - a rule
+        options = {
+            "causal": Option({}),
+            "softcap": Option({"softcap": CAP}, score=lambda s, *_: CAP * torch.tanh(s / CAP)),
+            "alibi": Option({"alibi_slopes": slopes}, score=lambda s, h, i, j: s - slopes[h] * (i - j)),
+            "segment_ids": Option({"segment_ids": ids.int()[None]}, together),
+            "cu_seqlens": Option({"cu_seqlens": (*range(0, length, document), length)}, together),
+            "predicate": Option({"causal": False, "mask": Mask(predicate=striped)}, striped),
+            "sinks": Option({"sinks": sinks}),
+            "window": Option({"window": (window, 0)}, lambda i, j: (i >= j) & (i - j <= window)),
+            "bias": Option({"bias": bias[None, None]}, score=lambda s, _h, i, j: s + bias[i, j]),
+            "dropout": Option({"dropout_p": DROPOUT, "dropout_seed": 7}, random=True),
+        }  # fmt: skip
+        option = options[name]
+        return option._replace(ours={"causal": True} | option.ours)
 
 
 def striped(i: Any, j: Any) -> Any:
@@ -86,57 +109,9 @@ def striped(i: Any, j: Any) -> Any:
     return (i >= j) & ((i - j < STRIPE) | (j % STRIPE < FIRST))
 
 
-def _alibi(case: Case) -> Option:
-    heads = torch.arange(1, case.row.heads + 1, device=case.device)
-    slopes = torch.exp2(-8 / case.row.heads * heads)
-    ours = CAUSAL | {"alibi_slopes": slopes}
-    return Option(ours, score=lambda score, h, i, j: score - slopes[h] * (i - j))
-
-
-def _documents(case: Case, name: str) -> Option:
-    size = min(1500, case.length // 3)
-    ours = {
-        "segment_ids": (torch.arange(case.length, device=case.device) // size).int()[None],
-        "cu_seqlens": (*range(0, case.length, size), case.length),
-    }
-    shown: Rule = lambda i, j: (i >= j) & (i // size == j // size)  # noqa: E731 - a rule
-    return Option(CAUSAL | {name: ours[name]}, shown)
-
-
-def _window(case: Case) -> Option:
-    size = case.length // 4
-    return Option(CAUSAL | {"window": (size, 0)}, lambda i, j: (i >= j) & (i - j <= size))
-
-
-def _bias(case: Case) -> Option:
-    bias = case.random(case.length, case.length)
-    ours = CAUSAL | {"bias": bias[None, None]}
-    return Option(ours, score=lambda score, _h, i, j: score + bias[i, j])
-
-
-CAUSAL: dict[str, Any] = {"causal": True}
-OPTIONS: dict[str, Callable[[Case], Option]] = {
-    "causal": lambda _: Option(CAUSAL),
-    "softcap": lambda _: Option(CAUSAL | {"softcap": CAP}, score=lambda s, *_: CAP * torch.tanh(s / CAP)),
-    "alibi": _alibi,
-    "segment_ids": partial(_documents, name="segment_ids"),
-    "cu_seqlens": partial(_documents, name="cu_seqlens"),
-    "predicate": lambda _: Option({"mask": Mask(predicate=striped)}, striped),
-    "sinks": lambda case: Option(CAUSAL | {"sinks": case.random(case.row.heads).float().requires_grad_()}),
-    "window": _window,
-    "bias": _bias,
-    "dropout": lambda _: Option(CAUSAL | {"dropout_p": DROPOUT, "dropout_seed": 7}, random=True),
-}  # fmt: skip
-
-
-def option_of(case: Case) -> Option:
-    """Return the option of a case's row."""
-    return OPTIONS[case.row.option](case)
-
-
 def exact(case: Case) -> Method:
     """Return a case's method by definition, with which others are compared."""
-    option = option_of(case)
+    option = case.option
     i = torch.arange(case.length, device=case.device)[:, None]
     j, heads = i.T, torch.arange(case.row.heads, device=case.device)[:, None, None]
     definition = partial(dense, visible=option.shown(i, j), sinks=option.ours.get("sinks"))
@@ -146,22 +121,21 @@ def exact(case: Case) -> Method:
 
 
 def _ring(case: Case) -> Method:
-    options = option_of(case).ours
+    options = case.option.ours
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
         explained = ring_torch.ContextParallel().explain(q, k, v, **options)
         return explained.splitlines()[0].removeprefix("kernel ").partition(":")[0]
 
-    attend = partial(ring_torch.ring_attention, **options)
     sinks = tuple(x for name, x in options.items() if name == "sinks")
-    return Method(attend, sinks, chosen=kernel)
+    return Method(partial(ring_torch.ring_attention, **options), sinks, chosen=kernel)
 
 
 def _fa4(case: Case) -> Method:
     """Return FlashAttention-4, which takes the options of our call under names of its own."""
-    options = {**option_of(case).ours}
-    of_mask = ("causal", "window", "cu_seqlens")
-    mask = Mask(**{name: options.pop(name) for name in of_mask if name in options})
+    options = {**case.option.ours}
+    of_mask = options.keys() & {"causal", "window", "cu_seqlens"}
+    mask = Mask(**{name: options.pop(name) for name in of_mask})
     if "sinks" in options:
         options["learnable_sink"] = options.pop("sinks").detach()
     return Method(flash(mask, **options))
@@ -178,14 +152,12 @@ def _sdpa(case: Case, backend: SDPBackend, *, pads: bool = False) -> Method:
         bias = case.random(*later.shape).masked_fill_(later, -torch.inf)[None, None]
     dropout = DROPOUT if case.row.option == "dropout" else 0.0
     attend = partial(sdpa, attn_mask=bias, is_causal=bias is None, dropout_p=dropout)
-    around = partial(sdpa_kernel, backend)
-    return Method(padded(attend) if pads else attend, around=around)
+    return Method(padded(attend) if pads else attend, around=partial(sdpa_kernel, backend))
 
 
 def _flex(case: Case) -> Method:
     """Return compiled FlexAttention; its block mask is made once."""
-    option = option_of(case)
-    shown, score, size = option.shown, option.score, case.length
+    (_, shown, score, _), size = case.option, case.length
     blocks = create_block_mask(
         lambda _b, _h, i, j: shown(i, j), None, None, size, size, device=case.device
     )
@@ -193,10 +165,9 @@ def _flex(case: Case) -> Method:
     if score is not None:
         modified = lambda s, _b, h, i, j: score(s, h, i, j)  # noqa: E731 - FlexAttention takes a function
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))
-        out = flex(*heads_first, score_mod=modified, block_mask=blocks, enable_gqa=True)
-        assert isinstance(out, Tensor)
+        out: Any = flex(*heads_first, score_mod=modified, block_mask=blocks, enable_gqa=True)
         return out.transpose(1, 2)
 
     return Method(attend)
@@ -211,6 +182,12 @@ METHODS: dict[str, Callable[[Case], Method]] = {
 }  # fmt: skip
 
 
+def _run(method: Method, *x: Tensor) -> Any:
+    """Run a pass of a method: forward + backward if there is a gradient of the output."""
+    with method.around():
+        return method.both(*x) if len(x) == 4 else method.forward(*x)
+
+
 def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]]) -> Errors:
     """Return the largest relative RMS error of out, dq, dk and dv, or why a method has none.
 
@@ -220,34 +197,27 @@ def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]
     def error(rival: Rival) -> float | None:
         case = Case(row.of(rival), GATE_LENGTH, device)
         results = _run(methods[rival.method](case), *case.inputs(torch.bfloat16, row.sharpness))
-        if option_of(case).random:
+        if case.option.random:
             return None
         expected = exact(case).both(*case.inputs(torch.float32, row.sharpness))
         pairs = zip(results[:4], expected, strict=True)
         return max(float((a.float() - b).square().mean().sqrt() / b.std()) for a, b in pairs)
 
-    return {rival.name: x for rival, x in turns.attempted(row.entrants, error).items()}
-
-
-def _run(method: Method, *x: Tensor) -> Any:
-    """Run a pass of a method: forward + backward if there is a gradient of the output."""
-    with method.around():
-        return method.both(*x) if len(x) == 4 else method.forward(*x)
-
-
-def rounds(runs: Mapping[str, Run], count: int) -> Times:
-    """Return milliseconds per call of each method, in every round."""
-    return turns.take_turns(runs, count, _calls, _milliseconds)
-
-
-def _calls(run: Run) -> int:
-    """Return how many calls fill a turn."""
-    took = min(_milliseconds(run, 2) for _ in range(2))
-    return max(1, min(MOST_CALLS, round(ROUND_MS / took)))
+    return {rival.name: x for rival, x in harness.attempted(row.entrants, error).items()}
 
 
 def _milliseconds(run: Run, calls: int) -> float:
     return max(event_ms(run, calls), 1e-3)
+
+
+def rounds(runs: Mapping[str, Run], count: int) -> Times:
+    """Return milliseconds per call of each method, in every round."""
+
+    def calls(run: Run) -> int:  # that fill a turn
+        took = min(_milliseconds(run, 2) for _ in range(2))
+        return max(1, min(MOST_CALLS, round(ROUND_MS / took)))
+
+    return harness.take_turns(runs, count, calls, _milliseconds)
 
 
 def measured(row: Row, length: int, count: int) -> dict[str, Any]:
@@ -262,18 +232,14 @@ def measured(row: Row, length: int, count: int) -> dict[str, Any]:
         return run
 
     wrong = errors(row, DEVICE, METHODS)
-    result = turns.timed_row(row, wrong, run_of, partial(rounds, count=count))
+    result = harness.timed_row(row, wrong, run_of, partial(rounds, count=count))
     if OURS not in result["milliseconds"]["both"]:
         return result | {"kernel": None}
     case = Case(row, length, DEVICE)
     return result | {"kernel": METHODS[OURS](case).chosen(*case.inputs(torch.bfloat16)[:3])}
 
 
-@command(__doc__, turns.ARGUMENTS)
+@command(__doc__, harness.ARGUMENTS)
 def main(options: Any) -> int:
     """Measure each row, and write it; return the exit code."""
-    return turns.run_rows(options, ROWS, measured, described())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return harness.run_rows(options, ROWS, measured, described())

@@ -8,8 +8,7 @@
 Ranks' messages are exchanged beforehand, so that work alone is timed, on a GPU that of its kernels:
 forward and backward of each zigzag rank, medians of ``--repeats``, whose sum is compared with the
 whole layer's on one rank. Errors are of a shorter sequence, against the recurrence in float64 of
-the same inputs, split and on one rank; memory is the most that forward and backward hold beside
-their inputs, and what a forward keeps.
+the same inputs, split and on one rank; memory is what a forward keeps.
 
 Results are compared first: where a library's are not those of float64 but for rounding, the command
 fails before anything is timed.
@@ -17,7 +16,6 @@ fails before anything is timed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,10 +26,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.common.report import Report, command
+from benchmarks.common.harness import Report, command
 from benchmarks.torch import described
 from benchmarks.torch.timing import median_ms
-from ring_core import Layout, LayoutSpec
+from ring_core import Layout
 from ring_torch.recurrent import calls, libraries
 from ring_torch.recurrent.calls import RecurrentCall
 from ring_torch.recurrent.kernels import Kernel, LinearAttention, SelectiveScan
@@ -49,48 +47,46 @@ class Group:
     """
 
     def __init__(
-        self, kernel: Kernel, library: str, inputs: Sequence[Tensor], grad: Tensor, size: int,
-        layout: LayoutSpec,
-    ) -> None:  # fmt: skip
+        self, kernel: Kernel, library: str, inputs: Sequence[Tensor], grad: Tensor, size: int
+    ) -> None:
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
-        spread = Layout(layout, seq_len=inputs[0].shape[1], cp_size=size)
-        self.size, self.kernel = size, kernel
-        self.positions: list[Tensor] = []
-        self.inputs: list[list[Tensor]] = []
-        self.grads: list[Tensor] = []
-        self.calls: list[RecurrentCall] = []
-        for rank in range(size):
-            at = torch.from_numpy(spread.positions(rank)).to(grad.device)
-            pairs = zip(inputs, kernel.fills, strict=True)  # without a fill all tokens share it
-            self.inputs.append([x if fill is None else x[:, at].contiguous() for x, fill in pairs])
-            self.grads.append(grad[:, at].contiguous())
-            self.positions.append(at)
-            ranks: Any = SimpleNamespace(rank=rank, size=size, group=None)
-            self.calls.append(
-                RecurrentCall(
-                    ranks, layout, kernel, None, None, dtype, False, False, True, 0, library
-                )
-            )
-        self.sent: dict[tuple[str, int], Tensor] = {}  # what each rank sends in a pass
-        self.gathered: dict[str, Tensor] = {}  # what all of them send, once that is known
+        spread = Layout("zigzag", seq_len=inputs[0].shape[1], cp_size=size)
+        self.kernel, self.size = kernel, size
+        self.positions = [
+            torch.from_numpy(spread.positions(rank)).to(grad.device) for rank in range(size)
+        ]
+        pairs = [*zip(inputs, kernel.fills, strict=True)]  # without a fill all tokens share it
+        self.inputs = [
+            [x if fill is None else x[:, at].contiguous() for x, fill in pairs]
+            for at in self.positions
+        ]
+        self.grads = [grad[:, at].contiguous() for at in self.positions]
+        ranks: list[Any] = [SimpleNamespace(rank=n, size=size, group=None) for n in range(size)]
+        self.calls = [
+            RecurrentCall(x, "zigzag", kernel, None, None, dtype, False, False, True, 0, library)
+            for x in ranks
+        ]
+        self.gathered: dict[str, Tensor] = {}  # what all ranks send in a pass, once that is known
         self.way = "forward"  # the pass under way
-        with self.without_messages():
-            for run in (self.forward, self.both):
+        for run in (self.forward, self.both):
+            self.sent: list[Tensor] = []  # by rank
+            with self.without_messages():
                 for rank in range(size):
                     run(rank)
-                if size > 1:
-                    sent = [self.sent[self.way, n] for n in range(size)]
-                    self.gathered[self.way] = torch.stack(sent)
+            if size > 1:
+                self.gathered[self.way] = torch.stack(self.sent)
 
     @contextmanager
     def without_messages(self) -> Iterator[None]:
         """Let calls inside agree without a word, and gather what was recorded."""
 
         def gather(call: RecurrentCall, sent: Tensor) -> Tensor:
-            if self.size == 1:
+            if call.ranks.size == 1:
                 return sent[None]
-            self.sent[self.way, call.ranks.rank] = sent
-            return self.gathered.get(self.way, sent.new_zeros(self.size, *sent.shape))
+            if self.way in self.gathered:
+                return self.gathered[self.way]
+            self.sent.append(sent)
+            return sent.new_zeros(call.ranks.size, *sent.shape)
 
         with (
             patch.object(calls, "agree_on_call", lambda *_: None),
@@ -125,22 +121,17 @@ class Group:
         ]
 
     def figures(self, repeats: int) -> dict[str, Any]:
-        """Return each rank's milliseconds, the most bytes of one, and what a forward keeps."""
-        peak, kept = [0], []
+        """Return each rank's milliseconds, the most bytes that a forward keeps, and bytes sent."""
+        kept = 0
         with self.without_messages():
             ms = [median_ms(partial(self.both, n), repeats, kernel_ms) for n in range(self.size)]
             for rank, inputs in enumerate(self.inputs):
                 done = self.forward(rank)
                 tensors = done.out, done.entries, done.transitions, *inputs
-                kept.append(sum(x.nbytes for x in tensors))
-                del done, tensors
-                if self.grads[rank].is_cuda:
-                    torch.cuda.synchronize()
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    self.both(rank)
-                    peak.append(torch.cuda.max_memory_allocated() - before)
-        return {"ms": ms, "sum_ms": sum(ms), "peak_bytes": max(peak), "kept_bytes": max(kept)}
+                kept = max(kept, sum(x.nbytes for x in tensors))
+        _, forward, backward = self.calls[0].traffic(self.inputs[0])
+        sent = {"forward": forward, "backward": backward}
+        return {"ms": ms, "sum_ms": sum(ms), "kept_bytes": kept, "sent_bytes": sent}
 
 
 def kernel_ms(run: Callable[[], object]) -> float:
@@ -185,17 +176,14 @@ def errors(name: str, library: str, *sizes: Any) -> dict[str, Any]:
     """Return how far results are from float64, split in zigzag and on one rank."""
     kernel, inputs, grad = layer_of(name, SHORT, *sizes)
     wide = [x.double() for x in inputs]
-    exact = Group(kernel, "eager", wide, grad.double(), 1, "contiguous").results()
-
-    def off(size: int, layout: LayoutSpec) -> list[float]:
-        results = Group(kernel, library, inputs, grad, size, layout).results()
+    exact = Group(kernel, "eager", wide, grad.double(), 1).results()
+    off: dict[str, list[float]] = {}
+    for way, size in (("one_rank", 1), ("zigzag", RANKS)):
+        results = Group(kernel, library, inputs, grad, size).results()
         pairs = zip(results, exact, strict=True)
-        return [float((x.double() - y).norm() / y.norm()) for x, y in pairs]
-
-    alone, split = off(1, "contiguous"), off(RANKS, "zigzag")
-    worst = max(a / max(b, 1e-12) for a, b in zip(split, alone, strict=True))
-    names = ["out", *kernel.inputs]
-    return {"results": names, "one_rank": alone, "zigzag": split, "worst_ratio": worst}
+        off[way] = [float((x.double() - y).norm() / y.norm()) for x, y in pairs]
+    worst = max(b / max(a, 1e-12) for a, b in zip(*off.values(), strict=True))
+    return {"results": ["out", *kernel.inputs], **off, "worst_ratio": worst}
 
 
 def measured(name: str, options: Any) -> Iterator[dict[str, Any]]:
@@ -210,25 +198,18 @@ def measured(name: str, options: Any) -> Iterator[dict[str, Any]]:
     if options.kernel not in ("auto", library):
         yield row | {"failed": f"--kernel {options.kernel}: {reason}"}
         return
-    far = errors(name, library, *sizes)
+    row_of_errors = row | (far := errors(name, library, *sizes))
     if library != "eager" and not max(*far["one_rank"], *far["zigzag"]) <= MOST_ERROR:
-        yield row | far | {"failed": f"WRONG: errors may be {MOST_ERROR}"}
+        yield row_of_errors | {"failed": f"WRONG: errors may be {MOST_ERROR}"}
         return
-    yield row | far
-    took: list[dict[str, Any]] = []
+    yield row_of_errors
+    took = {}
     for size in (1, RANKS):
-        group = Group(kernel, library, inputs, grad, size, "zigzag")
-        figures = group.figures(options.repeats)
-        sent = group.calls[0].traffic(group.inputs[0])
-        figures["sent_bytes"] = {"forward": sent[1], "backward": sent[2]}
-        took.append(figures)
-        yield row | {"ranks": size} | figures
-        del group
-    whole, split = took
+        took[size] = Group(kernel, library, inputs, grad, size).figures(options.repeats)
+        yield row | {"ranks": size} | took[size]
     yield row | {
-        "all ranks over whole": split["sum_ms"] / whole["sum_ms"],
-        "kept, rank over whole": split["kept_bytes"] / whole["kept_bytes"],
-        "peak, rank over whole": split["peak_bytes"] / max(whole["peak_bytes"], 1),
+        "all ranks over whole": took[RANKS]["sum_ms"] / took[1]["sum_ms"],
+        "kept, rank over whole": took[RANKS]["kept_bytes"] / took[1]["kept_bytes"],
     }
 
 
@@ -247,7 +228,3 @@ def main(options: Any) -> int:
         for row in measured(name, options):
             report.add(row)
     return report.failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

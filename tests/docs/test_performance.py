@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 
 from benchmarks.common.cases import Setting
-from benchmarks.common.pages import METHODS, PAGES, SETTINGS, chart, printed, rendered
-from benchmarks.common.report import parts_of
-from benchmarks.common.tables import MOST_COLUMNS, table
+from benchmarks.common.pages import (
+    METHODS,
+    MOST_COLUMNS,
+    PAGES,
+    SETTINGS,
+    chart,
+    parts_of,
+    printed,
+    rendered,
+    table,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -19,10 +19,10 @@ import backends.triton_interpreter  # noqa: F401 - imported for its effect: it i
 import pytest
 
 from benchmarks.common.cases import JAX_ROWS, Rival, Setting
-from benchmarks.common.tables import table
-from benchmarks.common.turns import passing
-from benchmarks.jax import methods, options, scaling
-from benchmarks.jax.methods import exact, kernel
+from benchmarks.common.harness import passing
+from benchmarks.common.pages import table
+from benchmarks.jax import options, scaling
+from benchmarks.jax.scaling import exact, kernel
 from ring_core.triton import tile_configs
 from ring_core.triton.tile_configs import Row
 from ring_jax_gpu import tune
@@ -158,14 +158,14 @@ def test_the_benchmark_of_rings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """The benchmark runs on host devices with XLA's kernel; a second run keeps the first's rows."""
 
     def wrong(*args: Any) -> Any:
-        method = methods.all_gather(*args, implementation="xla")
+        method = scaling.all_gather(*args, implementation="xla")
         return method._replace(attend=lambda *x: method.attend(*x) * 2)
 
     ways = {
-        "one": partial(methods.one, kernel="xla"), "ring": partial(methods.ours, kernel="xla"),
-        "wrong": wrong, "gather": partial(methods.ours, strategy="gather", kernel="xla"),
-        "all-gather": partial(methods.all_gather, implementation="xla"),
-        "zigzag": partial(methods.zigzag, implementation="xla"),
+        "one": partial(scaling.one, kernel="xla"), "ring": partial(scaling.ours, kernel="xla"),
+        "wrong": wrong, "gather": partial(scaling.ours, strategy="gather", kernel="xla"),
+        "all-gather": partial(scaling.all_gather, implementation="xla"),
+        "zigzag": partial(scaling.zigzag, implementation="xla"),
     }  # fmt: skip
     settings = [Setting(2048, 4, 2, dim=16, mask=mask) for mask in ("causal", "window")]
     values = {"METHODS": ways, "JAX_SETTINGS": settings, "GATE_LENGTH": 256}

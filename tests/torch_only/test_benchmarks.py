@@ -18,22 +18,19 @@ import torch
 from on_ranks import on_ranks
 from refused import refused
 
-from benchmarks.common import pages, turns
+from benchmarks.common import harness, pages
 from benchmarks.common.cases import CAUSAL, FA4, ROWS, Rival, Row
-from benchmarks.common.tables import table
 from benchmarks.development import case_bits, old_and_new, same_bits
 from benchmarks.development.old_and_new import HERE
-from benchmarks.torch import bench_command, decode, heads, methods, model, options, recurrent
+from benchmarks.torch import bench_command, decode, methods, model, options, recurrent
 from benchmarks.torch.methods import Method, dense, method, sdpa
-from benchmarks.torch.options import METHODS, OPTIONS, Case, exact
+from benchmarks.torch.options import METHODS, Case, exact
 from ring_core.tools import bench
 from ring_core.tools.case import Case as BenchCase
 from ring_torch.serving import kernels, paged
-from ring_torch.training import token_log_probs
 
 SMALL = {
     decode: "--tokens=256 --heads=2 --kv-heads=1 --width=16 --repeats=1 --turns=1",
-    heads: "--tokens=96 --dim=16 --classes=50 --rounds=3",
     recurrent: "--tokens=512 --heads=2 --width=16 --repeats=1 --dtype=float32",
 }
 
@@ -65,20 +62,6 @@ def test_figures_of_decode(path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "is WRONG" in text and "ratio" not in text
 
 
-def test_figures_of_heads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "PIECE", 40)
-    code, rows = run(heads, path)
-    ours = [row for row in rows if row["name"] == "ring"]
-    assert code == 0 and [row["kind"] for row in ours] == ["loss", "log_probs"]
-    assert all(row["error"] < heads.MOST_ERROR and len(row["rounds"]) == 3 for row in ours)
-    right = token_log_probs
-    for wrong in (lambda *x: 1.03 * right(*x), lambda *x: 1 / (0 * right(*x)), lambda *_: 1 / 0):
-        monkeypatch.setattr(heads, "token_log_probs", wrong)
-        code, rows = run(heads, path)
-        row = next(x for x in rows if "failed" in x and x["name"] == "ring")
-        assert code == 1 and row["kind"] == "log_probs" and "seconds" not in row
-
-
 @pytest.mark.parametrize("name", ["gated_delta_rule", "ssd"])
 def test_figures_of_recurrent_layers(
     name: str, path: Path, capsys: pytest.CaptureFixture[str]
@@ -97,6 +80,8 @@ def test_figures_of_recurrent_layers(
 
 # Head dims, masks and options.
 
+OPTIONS = dict.fromkeys(row.option for row in ROWS if row.option != "dropout")
+
 
 def small(row: Any, **changes: Any) -> Any:
     """Return a row small enough to run fast on a CPU."""
@@ -105,7 +90,7 @@ def small(row: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.nightly(only=["softcap", "alibi", "predicate", "bias"])
-@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "dropout"])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_ours_is_right_in_each_row_and_what_forgets_the_option_is_not(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,19 +110,20 @@ def test_ours_is_right_in_each_row_and_what_forgets_the_option_is_not(
     rivals = Rival("again", "ring"), *(Rival(name, name) for name in others)
     for row in [x for x in ROWS if x.option == option][:3:2]:
         wrong = options.errors(small(row, rivals=rivals), "cpu", METHODS | others)
-        assert turns.passing(wrong) == ["ring", "again"], wrong
+        assert harness.passing(wrong) == ["ring", "again"], wrong
         assert wrong["refuses"] == "ValueError: no such head dims"
 
 
 def test_a_row_is_met_by_the_best_other() -> None:
-    wrong: dict[str, float | str | None] = {"ring": 0.1, "fa4": 0.1, "cudnn": 0.1, "flex": "none"}
+    wrong: harness.Errors = {"ring": 0.1, "fa4": 0.1, "cudnn": 0.1, "flex": "none"}
     times = {"ring": [2.0, 3.0, 2.0], "fa4": [4.0, 2.0, 2.0], "cudnn": [5.0, 5.0, 5.0]}
-    both = times | {"ring": [3.0] * 3}
-    found = turns.row_of(Row("a row", (), goal=1.1), wrong, {"forward": times, "both": both})
+    of_passes = iter([times, times | {"ring": [3.0] * 3}])
+    row, run = Row("a row", (), goal=1.1), lambda *_: int
+    found = harness.timed_row(row, wrong, run, lambda _: next(of_passes))
     assert found["best"] == {"forward": "fa4", "both": "fa4"}
     assert found["ratio"]["forward"] == {"fa4": [0.75, 1.0, 1.25], "cudnn": [0.4, 0.4, 0.5]}
     assert found["met"] == {"forward": True, "both": False}
-    shown = table([found | {"kernel": "fa4"}]).splitlines()[-1]
+    shown = pages.table([found | {"kernel": "fa4"}]).splitlines()[-1]
     assert "(1.00)<br>fa4 2.00<br>cudnn 5.00<br>flex none |" in shown
     assert shown.endswith("| 1.10, missed |")
 
@@ -145,7 +131,6 @@ def test_a_row_is_met_by_the_best_other() -> None:
 def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
     monkeypatch: pytest.MonkeyPatch, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert {row.option for row in ROWS} == OPTIONS.keys()
     rows = tuple(small(row, rivals=(FA4,)) for row in ROWS if row.name in {"80", "sinks"})
     for name, value in (
         ("ROWS", rows), ("DEVICE", "cpu"), ("GATE_LENGTH", 64), ("described", lambda: {"gpu": "none"}),

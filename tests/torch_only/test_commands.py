@@ -297,7 +297,8 @@ def test_two_gpus(
         "get_device_capability": (8, 0), "can_device_access_peer": reaches,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(doctor, "accelerator", lambda: "cuda")
+    accelerator = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
     for test in ("self_test", "ring_test"):
         monkeypatch.setattr(doctor, test, lambda *_, **__: iter(()))
     diagnosis = found_by(capsys, code=1)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from benchmarks.common.cases import Setting
-from benchmarks.development.host_causes import Repeated
-from benchmarks.development.host_stubs import as_stubbed_rank
+from benchmarks.development.host_causes import Repeated, as_stubbed_rank
 from ring_torch import ring_attention
 from ring_torch.tools.cli import main
 

@@ -22,8 +22,17 @@ import torch
 from alone import alone
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common.cases import Setting
 from benchmarks.development import host_causes
-from benchmarks.development.host_stubs import as_rank, nothing, without_launches
+from benchmarks.development.host_causes import (
+    SETTINGS,
+    STUBBED_TOKENS,
+    Repeated,
+    as_rank,
+    as_stubbed_rank,
+    nothing,
+    without_launches,
+)
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import HeadGroups
@@ -111,6 +120,41 @@ def test_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for most, multiple in zip(peak.most, taken, strict=True):
         assert multiple <= most, taken
         assert multiple > most - 0.15, f"it takes less, {taken}: say so above"
+
+
+#: Folders whose functions do not count: torch's, and that of the stubs in place of launches.
+LEFT_OUT = (*(str(Path(str(x.__file__)).parent) for x in (torch, host_causes)), "<frozen")
+#: The most function calls of a repeated forward, and of its backward, by setting.
+MOST = ((68, 66), (75, 68))
+
+
+def counted(setting: Setting) -> tuple[int, int]:
+    """Return the calls of one more forward like those before, and of its backward."""
+    call, calls = Repeated(setting, "cpu"), 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and not frame.f_code.co_filename.startswith(LEFT_OUT)
+
+    for _ in range(3):
+        call.backward(call.forward())
+    sys.setprofile(count)
+    out = call.forward()
+    sys.setprofile(None)
+    forward = calls
+    sys.setprofile(count)
+    call.backward(out)
+    sys.setprofile(None)
+    return forward, calls - forward
+
+
+def test_a_repeated_call() -> None:
+    for setting, most in zip(SETTINGS, MOST, strict=True):
+        run = partial(counted, replace(setting, seq_len=STUBBED_TOKENS))
+        counts = as_stubbed_rank(1, 4, run)
+        for count, limit in zip(counts, most, strict=True):
+            assert count <= limit, (setting, counts)
+            assert count > limit - 5, f"it makes fewer calls, {counts}: say so above"
 
 
 def test_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

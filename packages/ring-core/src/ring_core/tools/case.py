@@ -290,9 +290,5 @@ def _check_sizes(values: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 def mask_of(args: argparse.Namespace) -> Mask:
     """Return the mask that a command line asks for; refuse a malformed one with a ValueError."""
-    return Mask(
-        causal=args.causal,
-        window=args.window,
-        chunk_size=args.chunk_size,
-        cu_seqlens=args.cu_seqlens,
-    )
+    names = "causal", "window", "chunk_size", "cu_seqlens"
+    return Mask(**{name: getattr(args, name) for name in names})

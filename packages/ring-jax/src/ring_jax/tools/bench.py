@@ -38,9 +38,15 @@ def bench(case: Case, seconds: float) -> tuple[list[doctor.Check], tuple[Timing,
         raise ValueError(
             f"--ranks {case.ranks}: there are {len(devices)} devices here, and a rank needs one"
         )
-    ring, single = (_make_ring(case, ranks) for ranks in (case.ranks, 1))
+    meshes = (
+        jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=devices[:ranks])
+        for ranks in (case.ranks, 1)
+    )
+    ring, single = (ContextParallel(x, axis_name="ring", layout=case.layout) for x in meshes)
     short = [jnp.asarray(x, case.dtype) for x in doctor.inputs_for(ring.cp_size, case.head_dim)]
-    run = out_and_grads(_attention(ring, case))
+    run = out_and_grads(
+        partial(ring.attention, mask=case.mask, kernel=case.kernel, strategy=case.strategy)
+    )
     checks = list(compared(
         case.kernel, f"{ring.cp_size} {jax.default_backend()}",
         lambda: [ring.unshard(x) for x in run(*(ring.shard(x) for x in short))], short,
@@ -51,17 +57,6 @@ def bench(case: Case, seconds: float) -> tuple[list[doctor.Check], tuple[Timing,
     work_fraction = 1.0 if devices[0].platform == "cpu" else 1 / case.ranks
     runs = [_run(cp, case, check) for cp, check in ((single, 0), (ring, 0), (ring, 1))]
     return checks, timings(runs, work_fraction=work_fraction, seconds=seconds)
-
-
-def _make_ring(case: Case, ranks: int) -> ContextParallel:
-    """Make a context over the first ``ranks`` local devices."""
-    mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=jax.local_devices()[:ranks])
-    return ContextParallel(mesh, axis_name="ring", layout=case.layout)
-
-
-def _attention(cp: ContextParallel, case: Case) -> Attend:
-    """Return the attention of a context with the options of a case."""
-    return partial(cp.attention, mask=case.mask, kernel=case.kernel, strategy=case.strategy)
 
 
 def out_and_grads(attend: Attend) -> Callable[[Array, Array, Array, Array], tuple[Array, ...]]:
@@ -102,7 +97,7 @@ def _run(cp: ContextParallel, case: Case, check: int) -> TimedRound:
     The tripwire checks one in ``check`` calls; 0 checks none. The first run compiles, within the
     time that it returns.
     """
-    attend = _attention(cp, case)
+    attend = partial(cp.attention, mask=case.mask, kernel=case.kernel, strategy=case.strategy)
     forward, both = jax.jit(attend), out_and_grads(attend)
 
     def run(seed: int) -> dict[str, float]:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from ring_core.tools.bench import FROM_IDLE, PASSES, TimedRound, Timing, timings
+from ring_core.tools.bench import FROM_IDLE, PASSES, Timing, timings
 from ring_core.tools.case import Case
 from ring_core.tools.doctor import Check
 from ring_torch.attention import ring_attention
 from ring_torch.checking.settings import check as checking
 from ring_torch.local import LocalRanks
-from ring_torch.tools.timing import out_and_grads, seconds_of
+from ring_torch.tools.doctor import out_and_grads, ring_checks
 
 PATIENCE = 600.0  # seconds after which a round is given up
 CALLS = 4  # calls in a row that a round times on a GPU
 
 
-def bench(
-    case: Case, seconds: float, ring_checks: Callable[..., Iterator[Check]]
-) -> tuple[list[Check], tuple[Timing, ...]]:
-    """Time a ring, and one rank alone, if ``ring_checks`` finds the ring's results right.
+def bench(case: Case, seconds: float) -> tuple[list[Check], tuple[Timing, ...]]:
+    """Time a ring, and one rank alone, if the ring's results are right.
 
     It returns the checks, and the timings; none if a result was wrong.
 
@@ -40,21 +39,15 @@ def bench(
         checks = list(ring_checks(ranks, case, cuda=cuda))
         if not all(check.passed for check in checks):
             return checks, ()
+
+        def run(group: LocalRanks, check: int, n: int) -> dict[str, float]:
+            by_rank = group.run(time_round, case, check, n)
+            return {name: max(times[name] for times in by_rank) for name in by_rank[0]}
+
         with LocalRanks(1, cuda=cuda, patience=PATIENCE) as alone:
-            runs = (
-                _round(group, case, check) for group, check in ((alone, 0), (ranks, 0), (ranks, 1))
-            )
-            return checks, timings([*runs], work_fraction=1 / case.ranks, seconds=seconds)
-
-
-def _round(ranks: LocalRanks, case: Case, check: int) -> TimedRound:
-    """Return a function that runs a round; of each pass it returns the slowest rank's seconds."""
-
-    def run(n: int) -> dict[str, float]:
-        by_rank = ranks.run(time_round, case, check, n)
-        return {name: max(times[name] for times in by_rank) for name in by_rank[0]}
-
-    return run
+            groups = (alone, 0), (ranks, 0), (ranks, 1)
+            runs = [partial(run, *x) for x in groups]
+            return checks, timings(runs, work_fraction=1 / case.ranks, seconds=seconds)
 
 
 def time_round(rank: int, case: Case, check: int, seed: int) -> dict[str, float]:
@@ -85,3 +78,18 @@ def time_round(rank: int, case: Case, check: int, seed: int) -> dict[str, float]
             dist.barrier()
             times[name] = seconds_of(call, CALLS if device == "cuda" else 1, device)
     return times | idle
+
+
+def seconds_of(run: Callable[[], object], calls: int, device: str) -> float:
+    """Return the mean seconds of ``calls`` calls, without waiting for the GPU between them.
+
+    It waits for the GPU before the first call and after the last one, and warms nothing up.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls

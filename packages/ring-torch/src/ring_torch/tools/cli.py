@@ -31,7 +31,7 @@ from ring_torch.kernels.measured import RATES_VARIABLE
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.options import CallOptions
 from ring_torch.tools import bench as _bench_torch, rates
-from ring_torch.tools.doctor import diagnose, ring_checks, versions, working_kernels
+from ring_torch.tools.doctor import diagnose, versions
 from ring_torch.transports import transport_names
 from ring_torch.verification.by_name import function_of, preflight_by_name
 
@@ -100,11 +100,11 @@ def _bench(args: argparse.Namespace, given: set[str]) -> Result | str:
     if args.rates is not None:
         if refused := [f"--{x.replace('_', '-')}" for x in sorted(given - {"rates", "seq_len"})]:
             raise ValueError(f"--rates takes --seq-len alone; leave out {', '.join(refused)}")
-        rates.renew(args.rates, args.seq_len, working_kernels)
+        rates.renew(args.rates, args.seq_len)
         return f"written to {args.rates}: {RATES_VARIABLE}={args.rates} uses it"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     case = timed_case(args, gpus or 2, on_cpu=not gpus)
-    checks, times = _bench_torch.bench(case, args.seconds, ring_checks)
+    checks, times = _bench_torch.bench(case, args.seconds)
     where = "GPUs" if gpus else "processes of one thread each"
     return Result(case, where, checks, times, versions())
 

@@ -28,7 +28,6 @@ from ring_torch.kernels.api import Kernel
 from ring_torch.local import LocalRanks
 from ring_torch.sharding import Sharding
 from ring_torch.strategies import Way, ways
-from ring_torch.tools.timing import out_and_grads
 
 LIBRARIES = (
     "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
@@ -41,11 +40,22 @@ Arrays = Sequence[npt.NDArray[Any]]
 
 def diagnose() -> doctor.Diagnosis:
     """Examine this machine, and test each kernel and each way of moving keys that can run on it."""
-    device, reaches = accelerator(), reachable_gpus()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "cpu" if accelerator is None else accelerator.type
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    peers = torch.cuda.can_device_access_peer
+    # GPUs whose memory each GPU, of CUDA or ROCm, can access directly.
+    reaches = [tuple(i for i in indices if i != n and peers(n, i)) for n in indices]
     kernels = in_order(device)
     reports = [kernel_report(kernel, device) for kernel in kernels]
     able = [kernel for kernel, report in zip(kernels, reports, strict=True) if report.available]
-    way_reports = tuple(_way_report(way, device, reaches) for way in all_ways())
+    way_reports = []
+    for spec, transport in all_ways():
+        name, where = f"{spec.name}/{transport.name}", ", ".join(transport.devices) or "any"
+        reason = transport.missing(device, reaches)
+        if not dist.is_available():
+            reason = "this torch is built without torch.distributed"
+        way_reports.append(doctor.Report(name, where, available=not reason, why=reason))
     libraries = versions()
     ready = [x.name.split("/") for x in way_reports if x.available]
     checks = chain(
@@ -65,21 +75,8 @@ def diagnose() -> doctor.Diagnosis:
             for n, reached in enumerate(reaches)
         ),
         kernels=tuple(reports),
-        strategies=way_reports,
+        strategies=tuple(way_reports),
     )
-
-
-def accelerator() -> str:
-    """Return the type of the accelerator, or ``cpu`` if there is none."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if device is None else device.type
-
-
-def reachable_gpus() -> list[tuple[int, ...]]:
-    """Return, for each GPU of CUDA or ROCm, those whose memory it can access directly."""
-    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    reaches = torch.cuda.can_device_access_peer
-    return [tuple(i for i in indices if i != n and reaches(n, i)) for n in indices]
 
 
 def versions() -> dict[str, str]:
@@ -116,16 +113,6 @@ def kernel_report(kernel: Kernel, device: str) -> doctor.Report:
 def all_ways() -> tuple[Way, ...]:
     """Return every strategy over every transport that can carry it."""
     return tuple(way for spec in strategies.STRATEGIES for way in ways(spec.name))
-
-
-def _way_report(way: Way, device: str, reaches: list[tuple[int, ...]]) -> doctor.Report:
-    """Report if a strategy and transport can move keys between processes of this machine."""
-    spec, transport = way
-    reason = transport.missing(device, reaches)
-    if not dist.is_available():
-        reason = "this torch is built without torch.distributed"
-    where = ", ".join(transport.devices) or "any"
-    return doctor.Report(f"{spec.name}/{transport.name}", where, available=not reason, why=reason)
 
 
 def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
@@ -170,6 +157,15 @@ def ring_checks(ranks: LocalRanks, case: Case, *, cuda: bool) -> Iterator[Check]
     yield from _compared(
         name, where, case, "cpu", lambda x: ranks.run(_results, x, case, device)[0]
     )
+
+
+def out_and_grads(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the output of an attention function, and dQ, dK and dV."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 
 def _results(rank: int, arrays: Arrays, case: Case, device: str) -> Arrays:

@@ -15,19 +15,15 @@ from ring_core.tools.bench import progress
 from ring_torch.attention import ring_attention
 from ring_torch.kernels import device_name
 from ring_torch.kernels.measured import OPTIONS
-from ring_torch.tools.timing import out_and_grads, seconds_of
+from ring_torch.tools.bench import seconds_of
+from ring_torch.tools.doctor import out_and_grads, working_kernels
 
 ROUNDS, CALLS, HEADS, LENGTHS = 5, 4, (32, 8), {"cuda": 16384, "cpu": 1024}
 CASES = (*((x, 128) for x in OPTIONS), *(("causal", x) for x in (64, 96, 192, 256)))
 
 
-def renew(
-    path: Path,
-    length: int | None,
-    working: Callable[[str], Sequence[str]],
-    cases: Sequence[tuple[str, int]] = CASES,
-) -> None:
-    """Time ``working(device)``, names of kernels, forward and backward, and write the file.
+def renew(path: Path, length: int | None, cases: Sequence[tuple[str, int]] = CASES) -> None:
+    """Time kernels that pass their test, forward and backward, and write the file.
 
     ``length`` is that of the sequence; ``None`` is 16,384 tokens on a GPU, and 1,024 on the CPU.
     """
@@ -36,7 +32,7 @@ def renew(
     if length < 1:
         raise ValueError(f"--seq-len must be at least 1, got {length}")
     path.open("a").close()  # fail now, not after minutes, if it cannot be written
-    rows, names = [], working(device)
+    rows, names = [], working_kernels(device)
     with progress(len(cases), "case") as bar:
         for option, dim in cases:
             times = _times(names, _call(option, dim, length, device), device)
