@@ -10,11 +10,14 @@ own backward allocates besides its results does not.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
