@@ -88,7 +88,7 @@ def test_gradients_by_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [x for x in CASES if re.match("padded(45|299|41).*-(cont|rand)", x)]
+    "name", [x for x in CASES if re.match("padded(45|299|41)(?!-shown).*-(cont|rand)", x)]
 )
 def test_padding_is_left_out(name: str) -> None:
     """Numbers behind the length change no result, and results there are zero."""

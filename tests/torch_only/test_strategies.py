@@ -72,7 +72,8 @@ def test_each_option_of_a_case_runs_per_change() -> None:
     for case in (CASES[name] for name in PER_CHANGE):
         options |= {x.name for x in fields(Case) if getattr(case, x.name) != getattr(PLAIN, x.name)}
         rules |= {x.name for x in fields(Mask) if x.init and getattr(case.mask, x.name)}
-    values = {"dtype", "strategy", "spread", "poison", "numbers"}
+    # Low biases are a table of their own, of all kernels: `blocks.NEGATIVE`.
+    values = {"dtype", "strategy", "spread", "poison", "numbers", "low", "region"}
     assert options | values == {x.name for x in fields(Case)}
     assert rules == {x.name for x in fields(Mask) if x.init}
 

@@ -409,7 +409,9 @@ def _documents_of_batch(item: WorkItem, batch: int, device: torch.device) -> Doc
         np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))]) for cu in sides
     )
     cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32, device=device) for cu in offsets)
-    return Documents(cu_q, cu_k, *(int(np.diff(cu).max()) for cu in sides))
+    max_q, max_k = (int(np.diff(cu).max()) for cu in sides)
+    # Where it is told of one query, FlashAttention-2 takes each document to have one, and fails.
+    return Documents(cu_q, cu_k, max(2, max_q), max_k)
 
 
 def unbounded(side: int | None) -> int:

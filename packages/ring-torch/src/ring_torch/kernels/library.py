@@ -42,7 +42,7 @@ class Documents(NamedTuple):
     Attributes:
         cu_q: Offsets of the documents' queries, int32 ``[documents + 1]``.
         cu_k: Offsets of the documents' keys, likewise.
-        max_q: Most queries of a document.
+        max_q: Most queries of a document, or 2 where it is one.
         max_k: Most keys of a document.
     """
 

@@ -236,6 +236,9 @@ class Cudnn(FlashLibrary):
             lse = torch.cat([lse, lse], dim=2)
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal, None)
             return dq[:, :1], dk[:, :1], dv[:, :1]
+        # torch keeps cuDNN's graphs by q, k and v alone, and a graph reads all later tensors by the
+        # strides of its first: those of the others are always the same.
+        dout, out = dout.contiguous(), out.contiguous()
         state = _no_dropout(q.device)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             dout.transpose(1, 2),
