@@ -52,7 +52,7 @@ REFUSED = {
 #: Steps that run for each change.
 DAILY = {
     "matrix-1-True-0.1-1", "no labels", "token classifier-True-2", "whole logits-1", "router-True", "no logits-sft",
-    "noise", "noise-LoRA", "session-1", "sft", "orpo", "model first-dpo", "LoRA-dpo", "compiled-kto",
+    "noise", "noise-LoRA", "session-1", "sft", "orpo", "model first-dpo", "LoRA-dpo", "compiled-sft",
     "precomputed-dpo", "sft on data x ring", "dpo on ring", "bfloat16-trainer", "loss of dapo",
     "a reference", "random numbers in a rollout function", "rloo with a reference",
 }  # fmt: skip
