@@ -123,6 +123,25 @@ def test_a_movement_is_that_of_the_whole_sequence(rank: int, layout: Any) -> Non
             torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (1, 2), (0, 70)])
+@on_ranks
+def test_a_halo_says_what_it_holds(left: int, right: int) -> None:
+    """Documents and widths are as documented; own tokens come back by ``join``."""
+    size = dist.get_world_size()
+    for cp in (ContextParallel(layout=x) for x in layouts(size) if x != "striped"):
+        runs = cp.layout_of(T).num_runs
+        for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
+            x = cp.shard(numbers(0, *shape), dim=dim)
+            rows, positions, documents = cp.halo(x, left, right, dim=dim, cu_seqlens=DOCUMENTS)
+            width = left + T // size // runs + right
+            assert positions.shape == documents.shape == ((shape[0] if dim else 1) * runs, width)
+            ends = torch.tensor(DOCUMENTS).unique()
+            of_tokens = torch.bucketize(positions, ends, right=True) - 1
+            assert torch.equal(documents, of_tokens.where(positions >= 0, -1))
+            own = rows.narrow(dim % len(shape) if dim else 1, left, width - left - right)
+            assert torch.equal(cp.join(own, dim=dim), x)
+
+
 @on_two_ranks
 def test_a_graph_takes_all_steps_documents_and_dimensions(rank: int) -> None:
     cp, graphs = ContextParallel(), []
