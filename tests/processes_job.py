@@ -61,7 +61,7 @@ def assert_close(got: Array, expected: Any, tolerance: float = 5e-5) -> None:
     np.testing.assert_allclose(shown, expected, rtol=tolerance, atol=tolerance)
 
 
-def checks(cp: ContextParallel, **options: Any) -> Callable[[], None]:
+def checks(cp: ContextParallel, **options: Any) -> Callable[..., None]:
     """Return a function that compares attention and gradients on a ring with the oracle."""
     x = whole()
     local = [from_hosts(cp, y) for y in x]
