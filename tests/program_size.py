@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-import ring_jax
 from ring_core import LayoutName, LayoutSpec
+from ring_jax import ContextParallel
 
 LOCAL = 512  # tokens per device
 
@@ -30,23 +30,23 @@ class Size(NamedTuple):
 
 
 def size_of(
-    devices: int, *, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
-    heads: tuple[int, int] = (8, 2), platform: str = "cpu", **options: Any,
+    devices: int, *, layers: int = 1, layout: LayoutSpec = "zigzag",
+    heads: tuple[int, int] = (8, 2), **options: Any,
 ) -> Size:  # fmt: skip
     """Trace and lower forward and backward of equal layers; return the program's size."""
     jax.clear_caches()
     began = process_time()
-    program = traced(devices, layers, layout, package, heads, **options)
-    text = program.lower(lowering_platforms=(platform,)).as_text()
+    program = traced(devices, layers, layout, heads, **options)
+    text = program.lower(lowering_platforms=("cpu",)).as_text()
     return Size(len(text), process_time() - began)
 
 
 def traced(
-    devices: int, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
+    devices: int, layers: int = 1, layout: LayoutSpec = "zigzag",
     heads: tuple[int, int] = (8, 2), **options: Any,
 ) -> Any:  # fmt: skip
     """Trace forward and backward of equal layers."""
-    cp, (q, k, v) = call_over(devices, layout, package, heads)
+    cp, (q, k, v) = call_over(devices, layout, heads)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         total = jnp.float32(0)
@@ -57,13 +57,11 @@ def traced(
     return jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
 
 
-def call_over(
-    devices: int, layout: LayoutSpec, package: Any = ring_jax, heads: tuple[int, int] = (8, 2)
-) -> tuple[Any, Any]:
+def call_over(devices: int, layout: LayoutSpec, heads: tuple[int, int] = (8, 2)) -> tuple[Any, Any]:
     """Return a ``ContextParallel`` over abstract devices, and the shapes of q, k and v."""
-    mesh = AbstractMesh((devices,), ("cp",), axis_types=(AxisType.Auto,))
+    mesh: Any = AbstractMesh((devices,), ("cp",), axis_types=(AxisType.Auto,))
     q, k = (jax.ShapeDtypeStruct((1, devices * LOCAL, n, 64), jnp.bfloat16) for n in heads)
-    return package.ContextParallel(mesh, "cp", layout=layout), (q, k, k)
+    return ContextParallel(mesh, "cp", layout=layout), (q, k, k)
 
 
 def programs(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:

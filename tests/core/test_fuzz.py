@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cases
 import numpy as np
 import pytest
 from cases import RINGS, Case
-from fuzz.__main__ import main
 from fuzz.campaign import Campaign, Tally
 from fuzz.draw import LIMITS, draw, expression
 from fuzz.judge import Compared, judge
@@ -83,13 +79,3 @@ def test_seeds_say_what_runs(limits: str) -> None:
     same = [draw(seed, LIMITS[limits]).case for seed in range(values)]  # one program, many values
     assert len({(case.mask, case.seq_len, case.cp_size, case.dtype) for case in same}) == 1
     assert len({case.inputs["q"].tobytes() for case in same}) == values
-
-
-def test_counts_of_backends_stand_beside_each_other(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    report.write_text('{"backends": {"torch": {"cases": 2}}}')
-    assert main(["--json", str(report), "--cases", "3", "--seed", "7"]) == 0
-    backends = json.loads(report.read_text())["backends"]
-    assert backends["torch"] == {"cases": 2}, "another backend's stays"
-    assert backends["core"].items() >= {"seeds": [7, 9], "cases": 3, "failed": 0}.items()
-    assert backends["core"]["environment"]["python"] == platform.python_version()

@@ -313,22 +313,6 @@ def test_tiles_cost_less_than_a_tile_for_an_item(case: tuple[Plan, int, GatherPr
         assert keys[0] % tile == 0 or item.hi != 0 or item.cu_q is not None
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_window_of_128_fetches_a_key_more(layout: Any) -> None:
-    """A window of 128, as in gpt-oss, fetches 128 keys of each run, not the 127 that it needs."""
-    plan = plan_of(Mask(causal=True, window=(127, 0)), 32768, 4, layout)
-    for rank, width in product(range(4), (127, 128)):
-        tiled = gather_program(plan, rank, splits=False, tile=1 if width == 127 else 128)
-        sources = [fetch.source for fetch in tiled.fetches if fetch.rank != rank]
-        assert {source.stop - source.start for source in sources} <= {width}
-    for rank in range(4):
-        tiled = gather_program(plan, rank, splits=False, tile=128)
-        spans = [span for fetch in tiled.fetches for span in (fetch.source, fetch.target)]
-        spans += [item.k_slice for item in tiled.items]
-        assert all(span.start % 128 == span.stop % 128 == 0 for span in spans)
-        assert {item.window for item in tiled.items} == {(127, 0)}
-
-
 def test_what_no_window_can_hide_is_not_fetched() -> None:
     """Keys do not fill a tile if a document border, and no window, would have to hide them."""
     for causal, tile in product((False, True), (1, 8)):

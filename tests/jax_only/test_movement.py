@@ -346,6 +346,9 @@ def test_other_devices_get_the_tokens_of_their_layout(
 ) -> None:
     """Layouts get the padding that they need, also with fewer tokens than devices."""
     source, target = contexts(name, layouts, kind)
+    positions = np.asarray(source.positions(length))
+    tokens = source.shard(jnp.arange(length), dim=0, pad=True, fill=-1)
+    equal(tokens, np.where(positions < length, positions, -1))
     for dim, shape in ((1, (2, length, 3)), (0, (length,))):
         whole = jnp.arange(1.0, np.prod(shape) + 1).reshape(shape)
         x = source.shard(whole, dim=dim, pad=True, fill=-1)  # numbers in the padding do not move
@@ -383,26 +386,6 @@ def test_pieces_are_not_gathered() -> None:
     assert "collective-permute" in text
     assert "all-gather" not in text
     assert "all-reduce" not in text
-
-
-@pytest.mark.nightly("jax", unless=["zigzag-auto", "contiguous-explicit", "striped-explicit"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-def test_there_and_back(layout: LayoutSpec, kind: str) -> None:
-    """Sequences that no number of devices divides: ``shard(pad=True)``, ``unshard(seq_len=)``.
-
-    Other dims are in `test_tokens_are_those_of_the_whole_sequence`, gradients in that of a shift.
-    """
-    cp = context(3, layout, kind)
-    for length in (1, 4, 8):
-        x, padded_len = random(2, length, 5), cp.layout_of(length, pad=True).padded_len
-        shards = cp.shard(x, pad=True, fill=-3.5)
-        assert shards.shape[1] == padded_len
-        assert (np.asarray(shards) == -3.5).sum() == 10 * (padded_len - length)
-        equal(cp.unshard(shards, seq_len=length), x)
-        tokens = cp.shard(jnp.arange(length), dim=0, pad=True, fill=-1)
-        positions = np.asarray(cp.positions(length))
-        equal(tokens, np.where(positions < length, positions, -1))
 
 
 @pytest.mark.nightly("jax", unless=["contiguous-2"])

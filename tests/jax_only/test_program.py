@@ -19,14 +19,12 @@ from program_size import (
     LOCAL,
     call_over,
     constants_of,
-    programs,
     size_of,
     traced,
 )
 from tolerances import assert_close
 
 from ring_core import (
-    LAYOUTS,
     Mask,
     StrategyConfig,
     balanced_layout,
@@ -51,42 +49,6 @@ def passes(length: int, layout: Any, **options: Any) -> Any:
         return out, pull(dout)
 
     return ring, both, (q, k, k)
-
-
-def permutes(function: Any, *arrays: Any) -> list[int]:
-    """Return the bytes of each transfer of a program, smallest first, with loops unrolled."""
-    return sorted(
-        sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
-        for program, times in programs(jax.make_jaxpr(function)(*arrays))
-        for equation in program.eqns if equation.primitive.name == "ppermute"
-        for _ in range(times)
-    )  # fmt: skip
-
-
-MASKS: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "full": {},
-    "window": {"causal": True, "window": (512, 0)},
-    "right": {"window": (0, 700)},
-}
-
-
-@pytest.mark.nightly(
-    unless=["causal-contiguous", "full-striped", "window-zigzag", "right-contiguous"]
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MASKS)
-def test_transfers_are_the_plans(name: str, layout: Any) -> None:
-    """Only live hops are sent, K and V in one message; dK/dV return in one hop."""
-    length, options = 8192, MASKS[name]
-    ring, both, x = passes(length, layout, **options)
-    program = ring_program(make_plan(Mask(**options), seq_len=length, cp_size=CP, layout=layout))
-    kv = length // CP * 2 * 2 * DIM * 2
-    forward = [kv for stage in program.forward if stage.kv_hop is not None]
-    assert permutes(ring, *x) == forward
-    backward = [kv for stage in program.backward if stage.kv_hop is not None]
-    backward += [2 * kv for stage in program.backward if stage.grad_hop is not None]
-    assert permutes(both, *x, x[0]) == sorted(forward + backward)
 
 
 def test_helpers_alone_receive() -> None:
