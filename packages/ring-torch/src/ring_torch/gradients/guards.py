@@ -95,9 +95,9 @@ def _remembered(weight: nn.Parameter, *, later_steps: bool) -> Sums:
         if marked and (guard.sums or _version(weight.grad) == version):
             return marked
         return guard.sums_in_any_tensor(weight, later_steps=later_steps)
-    # Nobody watches this parameter: its gradient is a copy of another's or that itself, or was
-    # changed since.
-    return marked if marked and _version(weight.grad) in {0, version} else NO_SUMS
+    # Nobody watches this parameter: its gradient is another's, or a copy of that, loaded (version
+    # 0) or deep (version 1); or was changed since.
+    return marked if marked and _version(weight.grad) in {0, 1, version} else NO_SUMS
 
 
 def _forget(weight: nn.Parameter) -> None:
