@@ -276,24 +276,6 @@ def test_results_are_merged_as_one_by_one(
     assert (is_nan & state.lse.isnan())[0, 1, spans[-1][0] + 2]
 
 
-def test_only_marked_infinities_are_no_numbers() -> None:
-    """A row with lse -inf sees nothing in an unmarked result; in a marked one it is not finite."""
-    for marks in range(8):
-        outs = [torch.full((1, 40, 1, 12), float(n)) for n in range(3)]
-        lses = [torch.zeros(1, 1, 40) for _ in range(3)]
-        for n in range(3):
-            lses[n][..., n], outs[n][:, n] = -torch.inf, torch.inf
-        out, lse = state = AttentionState(torch.empty(1, 40, 1, 12), torch.empty(1, 1, 40))
-        spans = ((0, 40),) * 3
-        merged(state, out, outs, lses, spans=spans, marks=marks, first=True, last=True)
-        for n in range(3):
-            is_marked = bool(marks >> n & 1)
-            assert lse[..., n].isnan().all() == is_marked == out[:, n].isnan().all()
-            mean = sum(m for m in range(3) if m != n) / 2
-            assert is_marked or torch.allclose(out[:, n], torch.tensor(mean))
-        torch.testing.assert_close(out[:, 3:], torch.ones(1, 37, 1, 12))
-
-
 def test_a_result_of_no_weight_adds_nothing() -> None:
     """A result with lse -200 next to lse 0 has weight 0 in float32: what it holds is ignored."""
     options = {"spans": ((0, 40), (0, 40)), "marks": 3, "first": True, "last": True}
