@@ -26,8 +26,11 @@ PATTERNS = [(old, new) for old, new, *_ in ROWS if set(old) & set("*?")]
 
 def new_names(old: str) -> list[str]:
     """Return the new name of a test, or patterns of those that cover it; none if none is needed."""
-    if covering := [new for pattern, new in PATTERNS if fnmatchcase(old, f"tests/{pattern}")]:
-        return [f"tests/{new}" for new in covering if new]
+    covering = [
+        f"tests/{new}" * bool(new) for row, new in PATTERNS if fnmatchcase(old, f"tests/{row}")
+    ]
+    if covering := [x for x in covering if x != old]:  # a pattern of today may be its own new name
+        return [*filter(None, covering)]
     path, _, test = old.removeprefix("tests/").partition("::")
     name, bracket, parameters = test.partition("[")
     if (new := EXACT.get(f"{path}::{name}")) is not None:
@@ -35,8 +38,8 @@ def new_names(old: str) -> list[str]:
     return [f"tests/{EXACT.get(path, path)}::{test}"]
 
 
-def lost(test: str, now: set[str], moves: int = 4) -> list[str]:
-    """Return the names under which a test is looked for in vain; folders were folded twice."""
+def lost(test: str, now: set[str], moves: int = 6) -> list[str]:
+    """Return the names under which a test is looked for in vain; files were folded three times."""
     if test in now or any(fnmatchcase(x, test) for x in now):
         return []
     names = new_names(test) if moves else [test]
