@@ -39,7 +39,9 @@ from torch.utils.checkpoint import checkpoint
 import ring_torch
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, compat, ring_attention
+from ring_torch.comm.handshake import agree_in_part
 from ring_torch.comm.ranks import ranks_of
+from ring_torch.comm.store import CallSignature
 from ring_torch.gradients.reduce import sum_over
 
 T = 16
@@ -771,6 +773,18 @@ def test_another_order_is_a_mismatch_on_all_ranks(rank: int, late: bool) -> None
     model.swapped = rank == 2
     loss = model(torch.ones(2, 4)).sum()
     refused(r"reduce_each_gradient\[1\] [ab]\.", loss.backward, error=RankMismatchError)
+
+
+@on_three_ranks
+def test_ranks_that_sum_without_the_others_are_compared(rank: int) -> None:
+    cp = ContextParallel(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]  # on all
+    cp.unshard(torch.ones(1, 2, 1))  # ranks have agreed on the group
+    if rank < 2:
+        part = ranks_of(cp.group).part((0, 1))
+        signature = CallSignature.of({"shape": [3 + rank]}, "sum")
+        text = r"ranks [01] and [01] of the group make different calls: .*shape is \[[34]\] there"
+        compare = partial(agree_in_part, part, 7, signature, torch.device("cpu"))
+        refused(text, compare, error=RankMismatchError)
 
 
 @on_three_ranks
