@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from ring_torch.accumulate import mark_infinities
 from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.capture import ASSUMED_CAPABILITY
 from ring_torch.comm.ranks import Ranks
-from ring_torch.kernels import fa4
+from ring_torch.kernels import fa4, sdpa
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import library
@@ -168,6 +169,32 @@ def test_a_batch_of_documents_is_one_launch() -> None:
         assert options.documents.cu_q.tolist() == [0, 2, 2, 6, 8, 8, 12, 14, 14, 18]
         _attended(PLAIN, rows, columns, replace(item, cu_k=np.array([0, 1, 1, 6])), params)
     assert forward.call_count == 3  # no window suits both: one launch each
+
+
+def test_documents_of_one_query_may_be_empty() -> None:
+    item = WorkItem(0, 0, 0, 0, 1, 0, 6, None, None, np.array([0, 0, 1]), np.array([0, 3, 6]))
+    q, k = torch.randn(1, 1, 1, 4), torch.randn(1, 6, 1, 4)
+    arguments = QueryBlock(q), KeyBlock(k, k), item, KernelParams(Mask(), 1.0)
+    weights = (q[0, :, 0] @ k[0, 3:, 0].T).softmax(-1)
+    _same(_attended(PLAIN, *arguments).out[0, :, 0], weights @ k[0, 3:, 0])
+
+
+def test_cudnn_gets_upstream_tensors_of_the_same_strides() -> None:
+    """Their strides are no key of the graphs of cuDNN that torch keeps."""
+    strides: list[list[tuple[int, ...]]] = []
+
+    def backward(*tensors: Any, **_: object) -> Any:
+        strides.append([x.stride() for x in (tensors[0], tensors[4])])
+        return tensors[1:4]
+
+    operators = {"_scaled_dot_product_cudnn_attention_backward": SimpleNamespace(default=backward)}
+    q, lse = torch.randn(2, 8, 2, 4), torch.zeros(2, 2, 8)
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    options = LaunchOptions(1.0, None, (None, None), None, deterministic=False)
+    with patch.object(sdpa, "aten", SimpleNamespace(**operators)):
+        for dout, out in ((q, q), (turned, q), (q, turned)):
+            sdpa.Cudnn().backward(dout, q, q, q, out, lse, options, None)
+    assert strides[1:] == [strides[0]] * 2
 
 
 def can_do(case: Case) -> bool:
