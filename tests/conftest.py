@@ -215,7 +215,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"backend: {backend}" + (f", broken on purpose: {mutant}" if mutant else "")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # ranks that wait for a call still poll
 def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield the backend under test: an object with ``run(case, mutant=None)``."""
     name = request.config.getoption("--backend")

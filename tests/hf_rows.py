@@ -25,6 +25,7 @@ from hf_models import (
     in_training,
     whole,
 )
+from on_ranks import end_groups
 from sweep.compare import batch_of, image_batch
 from sweep.tiny import VOCAB
 from torch import Tensor
@@ -429,6 +430,7 @@ def check(
 
 def compared(rank: int, x: Row) -> None:
     """Run a row on this rank, whole and split over each of its rings, and compare."""
+    end_groups()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     whole_model, model = built(x, x.changes), built(x, x.changes)

@@ -9,6 +9,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 import pytest
+from torch import distributed as dist
 
 
 def on_ranks(function: Callable[..., None], *, ranks: int | None = None) -> Callable[..., None]:
@@ -33,7 +34,14 @@ def on_ranks(function: Callable[..., None], *, ranks: int | None = None) -> Call
 on_two_ranks, on_three_ranks, on_four_ranks = (partial(on_ranks, ranks=n) for n in (2, 3, 4))
 
 
+def end_groups() -> None:
+    """End the process groups that earlier tests of this rank have made: each keeps a polling thread."""
+    for group in [x for x in dist.distributed_c10d._world.pg_map if x is not dist.group.WORLD]:  # noqa: SLF001 - torch has no other list
+        dist.destroy_process_group(group)
+
+
 def _run(rank: int, module: str, name: str, parameters: dict[str, Any]) -> None:
+    end_groups()
     function = getattr(import_module(module), name).__wrapped__
     numbered = {"rank": rank} if "rank" in signature(function).parameters else {}
     try:
