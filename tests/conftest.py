@@ -39,8 +39,8 @@ ONLY = {"docs/test_pages.py": "core", "docs/test_performance.py": "torch"}
 PRELOADED = {
     "torch": (
         "ring_torch.hf", "transformers.trainer", "peft", "torch._inductor.compile_fx",
-        "torch.distributed.tensor.experimental", "hypothesis", "backends.torch_ranks",
-        "backends.before_ranks",
+        "torch.distributed.tensor.experimental", "hypothesis", "hf_rows", "trl_trained",
+        "backends.torch_ranks", "backends.before_ranks",
     ),
     "torch-triton": (
         "backends.quick_interpreter", "hypothesis", "backends.torch_ranks", "backends.before_ranks",

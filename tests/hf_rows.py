@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, product
@@ -25,7 +26,7 @@ from hf_models import (
     in_training,
     whole,
 )
-from on_ranks import end_groups
+from on_ranks import end_groups, of_first_rank
 from sweep.compare import batch_of, image_batch
 from sweep.tiny import VOCAB
 from torch import Tensor
@@ -84,7 +85,7 @@ class Row:
         options: Options of ``hf.parallelize``.
         changes: Changes of the model's config.
         unlike: Changes of a config with another loss, so what ``changes`` has beside has an effect.
-        form: ``checkpointed`` or ``reentrant`` (in float32), ``compiled``, ``ddp`` or ``fsdp``.
+        form: ``checkpointed`` or ``reentrant`` or ``compiled`` (in float32), ``ddp`` or ``fsdp``.
         trains: True in training mode, where layers call fused functions first.
         prepare: What changes a built model, and returns it.
         ranks: Number of processes.
@@ -226,7 +227,7 @@ def pair(_: Any, kind: str) -> Batch:
 
 def images(model: Any, kind: str) -> Batch:
     """Return a batch with an image in each row, padded or of several documents."""
-    with Wide() if model.dtype == torch.float64 else nullcontext():
+    with widened(model):
         batch = image_batch(model, batch_of(model))
     assert batch is not None
     tokens = batch["input_ids"]
@@ -369,6 +370,8 @@ def built(x: Row, changes: Mapping[str, Any]) -> Any:
     model = build(x.model, **changes)
     model = x.prepare(model) if x.prepare is not None else model
     model = in_training(model) if x.trains else model
+    if x.form == "compiled":  # without ``Wide``, which would be compiled, too
+        model.float()
     if x.form in ("checkpointed", "reentrant"):  # recomputed layers run outside of ``Wide``
         model.float().config.get_text_config().use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": x.form == "reentrant"})
@@ -378,11 +381,16 @@ def built(x: Row, changes: Mapping[str, Any]) -> Any:
 Result = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
 
+def widened(model: Any) -> AbstractContextManager[Any]:
+    """Keep all in float64, if the model's weights are."""
+    return Wide() if next(model.parameters()).dtype == torch.float64 else nullcontext()
+
+
 def result(model: Any, batches: Sequence[Batch], case: Case, call: Any = None) -> Result:
     """Return the loss of micro-batches, the logits of each, and gradients."""
     model.zero_grad()
     total, losses, logits = torch.zeros((), dtype=torch.float64), [], []
-    with Wide() if next(model.parameters()).dtype == torch.float64 else nullcontext():
+    with widened(model):
         for share, batch in zip(case.shares or [1] * len(batches), batches, strict=True):
             out = (model if call is None else call)(**batch)
             losses.append(share * out.loss)
@@ -433,18 +441,22 @@ def compared(rank: int, x: Row) -> None:
     end_groups()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    whole_model, model = built(x, x.changes), built(x, x.changes)
-    cases = cases_of(whole_model, x.batch)
+    model = built(x, x.changes)
+    cases = cases_of(model, x.batch)
     serial = [case._replace(way="accumulated") for case in cases]
-    expected = [result(whole_model, case.whole, case) for case in serial]
-    if x.unlike is not None:
-        loss, *_ = result(built(x, x.unlike), cases[0].whole, serial[0])
-        assert not torch.equal(loss, expected[0][0]), f"{x.changes} have no effect"
+    whole_model = deepcopy(model)
+    expected: list[Result] = of_first_rank(
+        lambda: [result(whole_model, case.whole, case) for case in serial]
+    )
+    other = x.unlike is not None and rank == x.ranks - 1
+    loss = result(built(x, x.unlike), cases[0].whole, serial[0])[0] if other else None  # type: ignore[arg-type]
+    assert loss is None or not torch.equal(loss, expected[0][0]), f"{x.changes} have no effect"
     if "images" in x.batch:
         assert any("vis" in n and y.any() for n, y in expected[-1][2].items()), "of no image"
-    pairs: list[Any] = [dist.new_group([n, n + 1]) for n in range(0, x.ranks, 2)]
-    for layout, strategy, size in x.rings:
-        group = pairs[rank // 2] if 0 < size < x.ranks else None
+    is_few = any(0 < size < x.ranks for *_, size in x.rings)
+    pairs: list[Any] = [dist.new_group([n, n + 1]) for n in range(0, x.ranks, 2) if is_few]
+    for number, (layout, strategy, size) in enumerate(x.rings, 1):
+        group, is_last = pairs[rank // 2] if 0 < size < x.ranks else None, number == len(x.rings)
         cp, what = ContextParallel(group, layout=layout), f"{layout} {strategy} on {size}"
         if x.by == "shard_batch":
             name = strategy if isinstance(strategy, str) else "groups"
@@ -462,15 +474,16 @@ def compared(rank: int, x: Row) -> None:
         call = torch.compile(model, backend="eager") if x.form == "compiled" else outer
         local = None if x.options.get("logits") == "gather" else cp
         steps = [*zip(cases, expected, strict=True)]
-        for case, like in steps if len(steps) > 1 else steps * 2:  # a call finds what one has left
+        # Another call finds what one has left.
+        for case, like in steps if len(steps) > 1 or not is_last else steps * 2:
             loss, logits, _ = result(model, case.split, case, call)
             check((loss, logits, reduced(model, cp, x)), like, case, what, local)
-            if x.options.get("logits") == "none":
-                assert not logits
-                with Wide():
-                    handle.verify(case.split[0])
+            assert not logits or x.options.get("logits") != "none"
+        if x.options.get("logits") == "none" and x.form != "compiled":
+            with widened(model):
+                handle.verify(cases[-1].split[0])
         handle.remove()
-        if not x.form:
+        if not x.form and is_last and rank == 0:
             last = result(model, cases[-1].whole, serial[-1])
             check(last, expected[-1], serial[-1], "after remove()")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
@@ -35,8 +36,8 @@ on_two_ranks, on_three_ranks, on_four_ranks = (partial(on_ranks, ranks=n) for n 
 
 
 def end_groups() -> None:
-    """End the process groups that earlier tests of this rank have made: each keeps a polling thread."""
-    for group in [x for x in dist.distributed_c10d._world.pg_map if x is not dist.group.WORLD]:  # noqa: SLF001 - torch has no other list
+    """End the process groups of earlier tests of this rank: each keeps a polling thread."""
+    for group in [x for x in dist.distributed_c10d._world.pg_map if x is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 
@@ -48,3 +49,23 @@ def _run(rank: int, module: str, name: str, parameters: dict[str, Any]) -> None:
         function(**numbered, **parameters)
     except pytest.fail.Exception as failure:  # "DID NOT RAISE" is no Exception: it would end a rank
         raise AssertionError(str(failure)) from failure
+
+
+def of_first_rank(function: Callable[[], Any]) -> Any:
+    """Return on all ranks what a function returns on the first one, which alone runs it."""
+    result = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
+
+
+def be_started(rank: int, ranks: int, port: int = 0) -> None:
+    """Set the variables that ``torchrun`` sets; with its store's port no process group is there."""
+    if port:
+        dist.destroy_process_group()  # the program makes its own
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if ranks > 1:
+        os.environ |= {
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -72,16 +71,6 @@ def documents(rows: int = ROWS, *, masked_tail: bool = False) -> list[dict[str, 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack rows of equal length into a batch."""
     return {name: torch.stack([x[name] for x in samples]) for name in samples[0]}
-
-
-def be_started(rank: int, ranks: int) -> None:
-    """Set the environment variables that ``torchrun`` sets."""
-    if ranks > 1:
-        os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-        }  # fmt: skip
 
 
 def context(cp_size: int) -> ContextParallel:

@@ -19,6 +19,7 @@ import trained
 from accelerate.utils import gather_object
 from datasets import Dataset
 from hf_models import Wide, build
+from on_ranks import be_started
 from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -352,8 +353,8 @@ def _made(
     """Return the Trainer of steps; the arguments are those of :func:`learned`."""
     settings, is_plain = dict(x.settings), x.kind == "trainer"
     drifts = settings.pop("drifts", False)
-    options = {
-        "output_dir": folder, "max_steps": 4, "max_grad_norm": 0.5, "save_strategy": "steps",
+    options: dict[str, Any] = {
+        "output_dir": folder, "max_steps": 4 if x.resumed else 2, "max_grad_norm": 0.5, "save_strategy": "steps",
         "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
         "gradient_accumulation_steps": 2,
     }  # fmt: skip
@@ -413,7 +414,7 @@ def learned(
         folder: Where checkpoints are written.
         checkpoint: Folder to resume from.
     """
-    trained.be_started(rank, ranks)
+    be_started(rank, ranks)
     is_plain, has_ddp = x.kind == "trainer", mesh is not None and mesh.startswith("DDP")
     cp = trained.context(2) if has_ddp else ContextParallel() if mesh == "none" else None
     patch = pytest.MonkeyPatch()

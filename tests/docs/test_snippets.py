@@ -6,6 +6,8 @@ The front matter of a page names its backend, ``runs: core``, ``torch`` or ``jax
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -14,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -182,15 +185,9 @@ def run_blocks(path: Path, backend: str, ranks: int, folder: Path) -> None:
 
 def run_on_rank(rank: int, path: str, ranks: int, port: int) -> None:
     """Run a page as if ``torchrun`` had just started this process."""
-    import torch.distributed as dist
+    from on_ranks import be_started
 
-    dist.destroy_process_group()  # the page makes its own
-    os.environ |= {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
-    }  # fmt: skip
+    be_started(rank, ranks, port)
     warnings.simplefilter("error")
     run(Page.read(Path(path)))
 
@@ -209,8 +206,13 @@ def run_readme(readme: Readme, folder: Path) -> None:
 
 
 def run_command(line: str, folder: Path) -> None:
+    """Run a command in this process: another would take seconds to start."""
     (folder / "docs" / "images").mkdir(parents=True)
-    assert start([sys.executable, *line.split()[1:]], folder)
+    _, _, package, *arguments = line.split()
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        assert import_module(f"{package}.tools.cli").main(arguments) == 0
+    assert printed.getvalue()
 
 
 def test_snippet(snippet: Callable[[Path], None], tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import peft
 import torch
 import transformers
 from hf_models import BYTES, LENGTH, Wide, build, gradients
+from on_ranks import be_started
 from sweep.compare import is_refusal, words
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from trained import SETTINGS, be_started, collate, documents, logged
+from trained import SETTINGS, collate, documents, logged
 from transformers import Trainer, TrainingArguments
 from trl_trained import SAMPLERS, recorded, rows_of, sampler_of, trainer_of
 

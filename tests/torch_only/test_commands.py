@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from on_ranks import be_started
 from patched import replaced
+from torch._C._distributed_c10d import TCPStore
 
 from ring_core import StrategyConfig
 from ring_core.base.caches import LengthCaches
@@ -104,17 +105,19 @@ def test_preflight_of_a_function(function: str, capsys: pytest.CaptureFixture[st
     assert re.search(words, printed.out or printed.err), printed
 
 
-def torchrun(arguments: str) -> subprocess.CompletedProcess[str]:
-    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments.split()]
-    options: Any = {"capture_output": True, "text": True, "timeout": 240}
-    return subprocess.run(command, env=os.environ | here, check=False, **options)
+def under_torchrun(rank: int, port: int, name: str) -> tuple[int, str]:
+    """Run the command as one of three processes of ``torchrun``."""
+    be_started(rank, 3, port)
+    with redirect_stdout(io.StringIO()) as printed:
+        code = main(["preflight", name])
+    return code, printed.getvalue()
 
 
 def test_preflight_under_torchrun() -> None:
-    got = torchrun("--nproc-per-node 3 -m ring_torch preflight test_commands:failing")
-    assert got.returncode == 1
-    assert got.stdout.count("KeyError: 'mine'") == 3, got.stdout + got.stderr
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with LocalRanks(3) as ranks:
+        results = ranks.run(under_torchrun, store.port, f"{__name__}:failing")
+    assert [code for code, printed in results if "KeyError: 'mine'" in printed] == [1, 1, 1]
 
 
 def _explained(_: int, queries: int, options: dict[str, Any]) -> str:
@@ -148,8 +151,6 @@ MISTAKES = (
     (f"{ASKED} --heads 4 --device a100 --kernel fa4", "kernel 'fa4'"),
     *((f"{ASKED} --heads={x}", "is no H/K such as 32/8") for x in ("8/3", "x", "8/4/2", "0", "-8")),
     *((f"{ASKED} --heads 4 --device voodoo2", name) for name in ("cpu", *CAPABILITIES)),
-    ("bench --seq-len 255", "255 is not a positive multiple of 4"),
-    ("bench --ranks 0", "--ranks must be at least 1"),
     (f"{TIMED} --seq-len 0", "--seq-len must be at least 1, got 0"),
     (f"{TIMED} --heads 4 --json", "--rates takes --seq-len alone; leave out --heads, --json"),
 )
@@ -426,14 +427,3 @@ def test_every_option_can_be_timed(option: str, monkeypatch: pytest.MonkeyPatch)
     out, *grads = results
     assert out.shape == (1, 64, 4, 16) and len(grads) == 3
     assert all(x.isfinite().all() for x in (out, *grads))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("command", ["bench", "doctor"])
-def test_a_launcher_is_refused_once(command: str) -> None:
-    """Under ``torchrun`` only rank 0 prints that the command starts its own ranks."""
-    done = torchrun(f"--nproc-per-node 2 -m ring_torch {command}")
-    assert done.returncode != 0
-    assert done.stdout == ""
-    assert done.stderr.count(f"python -m ring_torch {command} starts its ranks itself") == 1
-    assert f"run `python -m ring_torch {command}` once" in done.stderr

@@ -20,7 +20,7 @@ from operator import ge
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from on_ranks import be_started
 from pages import Page
 from torch._C._distributed_c10d import TCPStore
 
@@ -228,14 +228,8 @@ OPTIONS = [
 
 def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str]:
     """Run the example as one of ``torchrun``'s processes; return its exit code and output."""
-    dist.destroy_process_group()  # the Trainer creates its own
-    if ranks > 1:
-        os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "RING_CHECK": "1",
-        }  # fmt: skip
+    be_started(rank, ranks, port)
+    os.environ["RING_CHECK"] = "1"
     printed = io.StringIO()
     with redirect_stdout(printed):
         code = importlib.import_module("finetune_hf").main([*OPTIONS, *more])
@@ -244,11 +238,11 @@ def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str
 
 def test_ring_and_one_process_agree(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with LocalRanks(1) as one_rank:
-        assert one_rank.run(started, 1, 0, [f"--write={file}"])[0][0] == 0
+        assert one_rank.run(started, 1, store.port, [f"--write={file}"])[0][0] == 0
     losses = json.loads(file.read_text())
     assert len(losses) == 3 and losses[-1] < losses[0]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with LocalRanks(2) as ranks:
         (code, printed), other = ranks.run(started, 2, store.port, [f"--compare={file}"])
     assert (code, other[0]) == (0, 0) and "largest relative difference" in printed
