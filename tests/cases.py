@@ -407,19 +407,19 @@ OFTEN = ("causal", "window-shard", "documents")
 #: Cases that JAX runs per change; few, as compiling one takes seconds. Of options those in
 #: `everything`, and of masks those in other cases, are not among them.
 IN_JAX = (
-    "documents-contiguous-cp1", "documents-chunks-zigzag-cp3", "chunks-full-balanced-cp3", "causal-zigzag-cp8",
-    "float64-balanced", "float16-zigzag", "v-dim-striped", "sinks-many-contiguous", "sinks-many-zigzag",
-    "poison-padding-striped", "spread-contiguous", "batch-0-contiguous", "everything-balanced", "poison-bias-zigzag",
-    "shown-bias-balanced", "shown-sinks-striped", "shown-documents-zigzag", "shortest-balanced-cp2",
-    "k-inf-full-contiguous", "nothing-float16-contiguous", "documents-window-chunks-cp3",
-    "padded45-keys-alone-contiguous", "padded299-tiles-zigzag", "views1-few-contiguous",
+    "documents-contiguous-cp1", "chunks-full-balanced-cp3", "causal-zigzag-cp8", "float64-balanced",
+    "float16-zigzag", "v-dim-striped", "sinks-many-contiguous", "poison-padding-striped",
+    "spread-contiguous", "batch-0-contiguous", "everything-balanced", "poison-bias-zigzag",
+    "shown-bias-balanced", "shown-sinks-striped", "k-inf-full-contiguous",
+    "nothing-float16-contiguous", "documents-window-chunks-cp3", "padded45-keys-alone-contiguous",
+    "padded299-tiles-zigzag", "views1-few-contiguous",
 )  # fmt: skip
 #: Cases that JAX runs on GPUs besides, and besides the options in the contiguous ring.
 ON_GPUS = (
     "keys16-causal-contiguous", "keys16-window-zigzag", "keys80-causal-striped", "keys80-chunks-zigzag",
     "keys80-predicate-balanced", "shortest-zigzag-cp8", "large-float16-contiguous", "softcap-large-contiguous",
     "k-inf-alone-contiguous", "documents-random-cp3", "options-random-cp2", "padded45-dropout-contiguous",
-    "padded6-predicate-zigzag-cp4", "views2-few-contiguous",
+    "padded6-predicate-zigzag-cp4", "views2-few-contiguous", "sinks-many-zigzag",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of, stages_of
-from ring_jax_gpu.primitive import triton_launch_p
+from ring_jax_gpu.primitive import _run_plain, triton_launch_p
 
 _HERE = Path(__file__).resolve()
 
@@ -154,12 +155,22 @@ def compile_for_hopper(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"kernel": module.name, "warps": module.num_warps, "digest": digest, **taken}
 
 
+def trace(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Trace a call's launches, down to what jax-triton is called with, and compile nothing."""
+    for params, types in launches_in(call):
+        launch, names = params["launch"], params["names"]
+        run = partial(_run_plain, launch, names[-params["num_changed"] :], 80)
+        results = jax.eval_shape(run, dict(zip(names, types, strict=True)))
+        largest = max(dict(launch.numbers).values())
+        yield {"largest": largest, "shapes": [x.shape for x in results.values()]}
+
+
 def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compile calls for a compute capability."""
     for call in question["calls"]:
         jax.clear_caches()  # the step is no part of jax's cache keys
-        if call.get("hopper"):
-            yield from compile_for_hopper(call)
+        if call.get("hopper") or call.get("traced"):
+            yield from (trace if call.get("traced") else compile_for_hopper)(call)
             continue
         for params, types in launches_in(call):
             yield from compile_plain(params, types, question["arch"])

@@ -56,8 +56,7 @@ TABLE = _table()
 
 
 @pytest.mark.nightly(unless=[
-    "window-both-zigzag-cp3-gathered", "keys80-causal-zigzag-gathered",
-    "shown-sinks-striped-gathered", "everything-striped-ulysses", "padded45-everything-zigzag-ring",
+    "keys80-causal-zigzag-gathered", "shown-sinks-striped-gathered", "everything-striped-ulysses", "padded45-everything-zigzag-ring",
 ])  # fmt: skip
 @pytest.mark.parametrize("name", TABLE)
 def test_case(name: str, backend: Any, request: pytest.FixtureRequest) -> None:
@@ -127,7 +126,7 @@ CHECKED: dict[str, str | StrategyConfig] = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly(unless=["ulysses", "ring"])
+@pytest.mark.nightly(unless=["ulysses"])  # other tests check rings
 @pytest.mark.parametrize("way", CHECKED)
 def test_right_calls_pass_the_check(way: str, backend: Any) -> None:
     """The bytes of the collectives are those that the strategy counts, and sampled rows right."""

@@ -368,7 +368,7 @@ def test_right_steps_pass(kind: str, layout: Any) -> None:
 @pytest.mark.parametrize("fault", FOUND)
 def test_wrong_steps_are_named(fault: str) -> None:
     layout, words = FOUND[fault]
-    call = partial(checked, context(4, layout), partial(step, fault=fault))
+    call = partial(checked, context(2, layout), partial(step, fault=fault))
     report = call()
     assert not report.passed
     assert "3 of 3 gradients differ, first that of params['head']" in report.findings[0]

@@ -239,7 +239,7 @@ def test_exports(kernel: str, platforms: tuple[str, ...]) -> None:
         exported = export(x)
         assert exported.platforms == platforms
         assert ("tpu_custom_call" in exported.mlir_module()) == ("tpu" in platforms)
-        if "cpu" in platforms:
+        if platforms == ("cpu", "tpu"):
             q = jax.random.normal(jax.random.key(0), x.shape)
             np.testing.assert_allclose(exported.call(q), function(q), rtol=1e-5, atol=1e-6)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import jax
@@ -56,9 +56,7 @@ def alone(case: Case, *, fused: bool) -> Arrays:
         return jax_devices.alone(case, replace(SMALL, fused_backward=fused), ring_attention)
 
 
-@pytest.mark.nightly(
-    unless=["bias-shared-False", "shown-heads-False", "negative-left-False", "causal-True"]
-)
+@pytest.mark.nightly(unless=["shown-heads-False", "negative-left-False", "causal-True"])
 @pytest.mark.parametrize(
     ("name", "fused"), [*product(BLOCKS, [False]), *((name, True) for name in FUSED)]
 )
@@ -167,8 +165,8 @@ def backend() -> JaxBackend:
 
 
 @pytest.mark.nightly(unless=[
-    "window-large-contiguous-cp2", "documents-chunks-striped-cp2", "sinks-many-zigzag",
-    "poison-k-contiguous", "batch-0-contiguous", "float16-contiguous", "large-contiguous",
+    "documents-chunks-striped-cp2", "sinks-many-zigzag", "batch-0-contiguous", "float16-contiguous",
+    "large-contiguous",
 ])  # fmt: skip
 @pytest.mark.timeout(1500)  # interpreted programs of eight devices take minutes
 @pytest.mark.parametrize("name", CASES)
@@ -234,12 +232,8 @@ def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, help
     return np.asarray(index.block_kinds(rows, columns, work, blocks))[0]
 
 
-#: Combinations that run per change: two rings for each mask, alternating.
-PER_CHANGE = [
-    f"{name}-{ring}"
-    for n, name in enumerate(masks(LENGTH, CP))
-    for ring in (("contiguous", "striped"), ("zigzag", "balanced"))[n % 2]
-]
+#: Combinations that run per change: each mask in a ring, in turn.
+PER_CHANGE = [f"{name}-{ring}" for name, ring in zip(masks(LENGTH, CP), cycle(RINGS), strict=False)]
 
 
 @pytest.mark.nightly(unless=PER_CHANGE)
@@ -261,7 +255,7 @@ def test_live_blocks(name: str, ring: str) -> None:
             assert items > 1 or (kinds[full] == FULL).all()  # no item may see all that several do
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 4), (2, 7, 3), (3, 4, 2), (1, 2, 6)])
+@pytest.mark.parametrize("shape", [(2, 7, 3), (1, 2, 6)])
 @pytest.mark.parametrize("whole", [False, True])
 def test_lists_have_all_blocks_in_order(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, *, whole: bool
