@@ -402,7 +402,8 @@ def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
 
 
 RING_SIZES = {1: 46, 2: 52, 3: 54, 4: 48, 8: 64}  # and the tokens of their mask cases
-#: Masks that run per change in all rings. Others do in one ring in turn, but on three ranks in all.
+#: Masks that run per change in all rings, and alone on eight ranks. Others do in one ring in turn,
+#: but on three ranks in all.
 OFTEN = ("causal", "window-shard", "documents")
 #: Cases that JAX runs per change; few, as compiling one takes seconds. Of options those in
 #: `everything`, and of masks those in other cases, are not among them.
@@ -429,13 +430,14 @@ def _mask_cases() -> Iterator[Case]:
         enumerate(RING_SIZES.items()), enumerate(RINGS.items())
     ):
         for n, (name, mask) in enumerate(masks(seq_len, cp_size).items(), turn):
-            often, first = name in OFTEN, ring == "contiguous"  # on one rank all rings are equal
-            in_turn, next_turn = often or n % 4 == 1, often or n % 4 == 2
-            on_gpus = often and ring == "zigzag"
+            often = name in OFTEN
+            if turn if cp_size == 1 else cp_size == 8 and not often:
+                continue  # on one rank all rings are equal; eight have the steps of four, and more
+            in_turn, on_gpus = often or n % 4 == 1, often and ring == "zigzag"
             per_change: dict[Run, tuple[bool, ...]] = {  # by the sizes of rings
-                "torch": (first, in_turn, True, in_turn, next_turn),
-                "again": (False, in_turn, in_turn, often, often),
-                "jax-cuda": (first, on_gpus, in_turn, on_gpus, on_gpus),
+                "torch": (True, in_turn, True, in_turn, True),
+                "again": (False, in_turn, in_turn, often, True),
+                "jax-cuda": (True, on_gpus, in_turn, on_gpus, on_gpus),
             }
             nightly = frozenset(run for run, on in per_change.items() if not on[size])
             yield Case(
@@ -554,7 +556,8 @@ def _padding_cases() -> Iterator[Case]:
                 "chunks": Mask(causal=True, chunk_size=3),
             }
             name, mask = [*masks.items()][(length + cp) % len(masks)]
-            nightly: frozenset[Run] = IN_TORCH | frozenset({"again"} if length % 2 else {"torch"})
+            first = length % 2 or strategy == "balanced"  # which no other strategy runs
+            nightly: frozenset[Run] = IN_TORCH | frozenset({"again"} if first else {"torch"})
             yield Case(
                 f"padded{length}-{name}-{ring}-cp{cp}", mask, layout, cp, length,
                 strategy=strategy, lse_grad=True, nightly=nightly,

@@ -71,7 +71,7 @@ def _lose(how: str) -> None:
     if how == "cut off":
         _cut_off()
     elif how == "late":
-        time.sleep(2 * TIMEOUT)
+        time.sleep(1.5 * TIMEOUT)
     else:
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
 

@@ -52,6 +52,11 @@ def offset(x: Tensor) -> Tensor:
     return flat[1:].view(x.shape)
 
 
+def spread(x: Tensor) -> Tensor:
+    """Return a view whose heads lie farther apart: aligned, with other strides."""
+    return torch.nn.functional.pad(x, (0, 8))[..., : x.shape[-1]]
+
+
 def _poison(x: Tensor) -> float | int:
     return float("nan") if x.is_floating_point() else 77
 

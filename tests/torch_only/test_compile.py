@@ -39,11 +39,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "strategy": {
         "cu_seqlens": (0, 20, LENGTH), "strategy": StrategyConfig("hybrid", ulysses_size=1, outer="gather"),
     },
-    "lse": {"causal": True, "return_lse": True, "softmax_scale": 0.3},
-    "sinks": {"causal": True, "sinks": True, "chunk_size": 24},
-    "bias": {"bias": True, "alibi_slopes": True},
-    "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 5},
-    "array": {"mask": True, "strategy": "gather"},
+    "sinks": {
+        "causal": True, "sinks": True, "chunk_size": 24, "return_lse": True, "softmax_scale": 0.3,
+    },
+    "bias": {"bias": True, "alibi_slopes": True, "dropout_p": 0.2, "dropout_seed": 5},
     "ulysses": {
         "causal": True, "segment_ids": True, "bias": True, "dropout_p": 0.3, "dropout_seed": 2**40,
         "strategy": "ulysses",
@@ -136,7 +135,7 @@ def test_other_chunks_and_blocks_are_other_graphs() -> None:
     call = compiled(function)
     for chunks, block in (
         (((0, 3), (1, 2)), 16), (((0, 2), (1, 3)), 16), (((0, 3), (1, 2)), 16),
-        (((0, 3), (1, 2)), 32), (((0, 3), (1, 2)), 48),
+        (((0, 3), (1, 2)), 32),
     ):  # fmt: skip
         cp, config = (
             ContextParallel(layout=ChunkLayout(chunks)),
@@ -151,7 +150,7 @@ def test_other_chunks_and_blocks_are_other_graphs() -> None:
         assert kernels and all(kernel["kernel"][:2] == ["eager", block] for kernel in kernels)
 
 
-@pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "dropout", "bias"])
+@pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "bias"])
 @on_ranks
 def test_operations_are_sound(name: str) -> None:
     """Check with ``opcheck`` that fake tensors predict what the custom operators return."""
@@ -189,7 +188,7 @@ def test_a_predicate_breaks_the_graph_and_is_right() -> None:
     assert len(graphs) == 2
 
 
-@pytest.mark.nightly(unless=["ring-zigzag-cu", "gather-chunks-cu", "ulysses-contiguous-cu"])
+@pytest.mark.nightly(unless=["ring-zigzag-cu", "gather-chunks-cu"])
 @pytest.mark.parametrize(
     ("strategy", "layout", "packed", "dtype"),
     [
@@ -197,7 +196,6 @@ def test_a_predicate_breaks_the_graph_and_is_right() -> None:
         ("ring", "contiguous", "", torch.bfloat16), ("gather", "zigzag", "", torch.float64),
         pytest.param("gather", CHUNKS, "cu_seqlens", torch.float32, id="gather-chunks-cu"),
         ("ulysses", "zigzag", "segment_ids", torch.float32),
-        pytest.param("ulysses", "contiguous", "cu_seqlens", torch.float64, id="ulysses-contiguous-cu"),
         ("auto", "striped", "segment_ids", torch.float64),
     ],
 )  # fmt: skip
@@ -205,7 +203,7 @@ def test_a_predicate_breaks_the_graph_and_is_right() -> None:
 def test_few_graphs_for_all_lengths(
     strategy: str, layout: Any, packed: str, dtype: torch.dtype
 ) -> None:
-    """Twelve batches of other lengths, documents and padding make at most three graphs."""
+    """Six batches of other lengths, documents and padding make at most three graphs."""
     torch._dynamo.utils.counters.clear()
     cp, weight = ContextParallel(layout=layout), numbers(0, 8, 48).requires_grad_()
 
@@ -220,7 +218,7 @@ def test_few_graphs_for_all_lengths(
         return torch.cat([loss.detach()[None], torch.autograd.grad(loss, weight)[0].flatten()])
 
     calls: tuple[Any, ...] = (compiled(step), step)
-    for n in range(12):
+    for n in range(6):
         length = 48 + 16 * (5 * n % 12) - n % 3
         x, position = numbers(n, 1, length, 8), torch.arange(length)
         labels = position[None] % 16
@@ -341,8 +339,8 @@ VARIED: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "softcap": lambda n: {"softcap": 2.0 + n},
 }  # fmt: skip
-#: How often each is called, if not six times. A float has a graph for each of its values.
-TIMES = {"all": 20, "softcap": 1 + MOST}
+#: How often each is called, if not five times. A float has a graph for each of its values.
+TIMES = {"all": 10, "softcap": 1 + MOST}
 
 
 def _graphs(_: int, name: str, strategy: str, times: int) -> int:
@@ -370,7 +368,7 @@ PER_CHANGE = [f"{name}-{('auto', 'gather')[n % 2]}" for n, name in enumerate(VAR
 @pytest.mark.parametrize("name", VARIED)
 def test_one_graph_for_all(name: str, strategy: str, pool: LocalRanks) -> None:
     # Dynamo gives up after 8 graphs.
-    assert max(pool.run(_graphs, name, strategy, TIMES.get(name, 6))) <= 1 + MOST
+    assert max(pool.run(_graphs, name, strategy, TIMES.get(name, 5))) <= 1 + MOST
 
 
 TOKENS, TWO_HEADS = 8, 2

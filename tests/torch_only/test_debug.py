@@ -196,8 +196,8 @@ SAID = {
 @on_ranks
 def test_preflight_finds_it_too(rank: int, name: str) -> None:
     step = Step(rank, **ALONE.get(name) or MISTAKES.get(name, ({},))[0])
-    if name in ALONE:  # whose hooks break no graph
-        step.model.compile(backend="aot_eager", fullgraph=True)
+    if name == "positions forgotten":  # hooks break no graph
+        step.model.compile(backend="eager", fullgraph=True)
     step.model.embed.weight.grad = kept = torch.ones(VOCAB, DIM)
     batch, state = step.batch(), torch.get_rng_state()
     is_refused = "seq_len` of another" in name  # by the call on whole sequences
@@ -343,7 +343,7 @@ def test_other_right_ways_pass(way: str) -> None:
     elif way == "fsdp2":
         fully_shard(model)
     elif way == "compiled":
-        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+        model = torch.compile(model, backend="eager", fullgraph=True)
     elif way in ("compiled in place", "inductor"):
         model.compile(backend=way if way == "inductor" else "aot_eager", fullgraph=True)
 
@@ -360,7 +360,7 @@ def test_other_right_ways_pass(way: str) -> None:
         return loss * cp.cp_size if is_mean else loss
 
     if way == "compiled step":
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+        step = torch.compile(step, backend="eager", fullgraph=True)
     kind: Any = "mean" if is_mean else "whole" if way == "whole loss" else "sum"
     after = (lambda _: None) if is_mean else None
     report = ring_torch.preflight(

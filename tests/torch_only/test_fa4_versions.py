@@ -23,7 +23,7 @@ import torch
 from plain_flash import attended
 from tiled import Window, options_of
 from torch import Tensor
-from views import offset
+from views import offset, spread
 
 from ring_core import Mask, Request, WorkItem, make_plan, ring_program
 from ring_core.base.arguments import not_none
@@ -279,11 +279,6 @@ def test_results_are_right_with_each_version(
         assert library.compiled["forward"] == library.compiled["backward"] == 3
     else:
         assert library.asked == {"public": 6} and not library.compiled
-
-
-def spread(x: Tensor) -> Tensor:
-    """Return equal numbers with a larger stride between rows."""
-    return torch.nn.functional.pad(x, (0, 8))[..., : x.shape[-1]]
 
 
 #: Calls after a causal one: of another launch, or with tensors changed, by their names.

@@ -405,7 +405,7 @@ def test_a_learned_bias_with_other_documents_in_each_step(how: str) -> None:
         call = torch.compile(model, backend=how, fullgraph=True)
     wholes, graphs = [x.requires_grad_() for x in qkv()], []
     shards = [cp.shard(x.detach(), dim=2).requires_grad_() for x in wholes]
-    for step in range(4):
+    for step in range(3):
         document = torch.bucketize(torch.arange(T), torch.tensor([3 + 5 * step, 30]), right=True)
         packed = and_masks(causal, documents(document))
         masks = [block_mask(packed), block_mask(and_masks(packed, window(5)))]
@@ -472,7 +472,7 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     for function in (flex_attention, compiled):
         attend = Attend(function)
         replace_sdpa(attend, cp)
-        for start, options in cases:
+        for start, options in cases[:: 1 if function is flex_attention else 4]:
             with pytest.raises(ValueError, match="replace_sdpa") as error:
                 attend(q, k, v, options)
             message = f"{type(error.value).__name__} {error.value}"

@@ -6,7 +6,6 @@ group, which is closed in forks of its process, too.
 
 from __future__ import annotations
 
-import ast
 import gc
 import logging
 import os
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -32,7 +30,6 @@ from patched import replaced
 from refused import refused
 from torch import Tensor
 
-import ring_torch
 from ring_core import StrategyConfig
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm import handshake
@@ -95,7 +92,7 @@ def _slowly(rank: int, seconds: float) -> tuple[int, float]:
 def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_call() -> None:
     """A failing rank ends the run of all at once, which would wait for it for ten minutes."""
     with LocalRanks(2, timeout=600) as ranks:
-        answers = ranks.answers(_slowly, 3.0, grace=0.2)
+        answers = ranks.answers(_slowly, 1.5, grace=0.2)
         assert "rank 0 refuses" in answers[0][1]
         assert answers[1] == (False, "no answer in time")
         assert ranks.run(_slowly, 0.0) == [(0, 0.0), (1, 0.0)]
@@ -307,24 +304,6 @@ def test_only_what_ends_the_wait_is_blamed_on_a_peer() -> None:
     for start in (Mock(side_effect=dist.DistBackendError(words)), Mock(return_value=waits)):
         message = "in vain for rank 1 of the group: Connection closed"
         refused(message, run_collective, ranks, start, error=PeerError)
-
-
-def test_only_what_waits_for_peers_is_blamed_on_them() -> None:
-    """Blocks of ``peer_errors`` hold one call: arguments are made before, as that may fail here."""
-    folder = Path(ring_torch.__file__).parent
-    texts = {path.name: path.read_text() for path in folder.rglob("*.py")}
-    blocks = [
-        (name, block)
-        for name, text in texts.items()
-        for block in ast.walk(ast.parse(text))
-        if isinstance(block, ast.With)
-        and any("peer_errors(" in ast.unparse(x) for x in block.items)
-    ]
-    assert blocks
-    for name, block in blocks:
-        calls = [ast.unparse(x.func) for x in ast.walk(block) if isinstance(x, ast.Call)]
-        others = {*calls} - {"peer_errors", "not_none"}
-        assert len(block.body) == len(others) == 1, (name, calls)
 
 
 @pytest.mark.parametrize("where", ["unshard", "unshard backward", "reduce_gradients"])

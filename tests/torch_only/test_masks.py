@@ -50,9 +50,12 @@ WAYS = {
 ])  # fmt: skip
 @pytest.mark.parametrize("name", WAYS)
 def test_they_agree_with_real_numbers(name: str, backend: Any) -> None:
-    """Biased are parts of rows, whole rows, padding; each ``lse`` is right relative to its size."""
+    """Biased are parts of rows, whole rows, padding; each ``lse`` is right relative to its size.
+
+    Each case has every other number in each region, and the next one those between.
+    """
     case, strategy = WAYS[name]
-    for variant in case.everywhere():
+    for variant in case.everywhere()[[*WAYS].index(name) % 2 :: 2]:
         results = backend.run(variant, strategy=strategy)
         assert_close(variant, results)
         tolerance = 1e-12 if case.dtype == "float64" else 1e-5

@@ -76,9 +76,9 @@ def _at(x: Tensor, positions: Tensor, dim: int) -> Tensor:
 def _moves(cp: ContextParallel, size: int, length: int, dim: int) -> Iterator[tuple[Move, Move]]:
     """Yield movements of a slice, and what they are of the whole sequence: this rank's part."""
     half = (0, length // 2, length)
-    for n, offsets in product(
-        (0, 1, -1, -2, 5, 25, -37, 60), (None, DOCUMENTS if length == T else half)
-    ):
+    # Along one dimension each other shift is in documents, and along the next one those between.
+    for turn, n in enumerate((0, 1, -1, -2, 5, 25, -37, 60), dim + length):
+        offsets = (None, DOCUMENTS if length == T else half)[turn % 2]
         options: Any = {"dim": dim, "fill": 0.5, "cu_seqlens": offsets, "seq_len": length}
 
         def whole(x: Tensor, n: int = n, cu: Any = offsets) -> Tensor:
@@ -157,10 +157,8 @@ def test_a_graph_takes_all_steps_documents_and_dimensions(rank: int) -> None:
             cp.relayout(x, to="contiguous", dim=dim), cp.unshard(x, dim=dim),
         )  # fmt: skip
 
-    steps: list[tuple[Any, ...]] = [
-        (n, (0, stop, T), 1) for n, stop in ((2, 5), (3, 9), (4, 30), (5, 31))
-    ]
-    for calls in (steps, [(1, None, dim) for dim in (0, 1, 2, -1, -2)]):
+    steps: list[tuple[Any, ...]] = [(n, (0, stop, T), 1) for n, stop in ((2, 5), (3, 9), (5, 31))]
+    for calls in (steps, [(1, None, dim) for dim in (0, 2, -2)]):
         torch._dynamo.reset()
         run: Any = torch.compile(moves, backend=keep, fullgraph=True)
         for call in calls:
@@ -260,7 +258,6 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
     "a slice's dim": (UNSHARD, _move("unshard", dim=2), "dim is [12] there"),
     "grad": (UNSHARD, _move("unshard", change=Tensor.requires_grad_, grad="sum"), "sums_gradients is (True|False) there"),
     "a new shape": (AGREED, _move("unshard", agreed=2, change=lambda x: x.repeat(1, 2, 1)), r"shape is \[1, [48], 4\] there"),
-    "a new dtype": (AGREED, _move("unshard", agreed=2, change=Tensor.double), "dtype is 'float(32|64)' there"),
     "another length": (_to_all, partial(_to_all, length=2 * T), "tokens is (48|96) there"),
     "another layout": (_to_all, partial(_to_all, layout="striped"), "to is '(striped|zigzag)' there"),
     "another dtype": (_to_all, partial(_to_all, change=Tensor.double), "dtype is 'float(32|64)' there"),
@@ -293,7 +290,7 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
 def test_unlike_movements_are_named_on_all_ranks(rank: int, name: str) -> None:
     call, other, message = UNLIKE[name]
     # Ranks that have agreed before wait for one that fails until the timeout.
-    group: Any = dist.new_group(timeout=timedelta(seconds=5 if call is AGREED else 20))
+    group: Any = dist.new_group(timeout=timedelta(seconds=2 if call is AGREED else 20))
     cp, x = ContextParallel(group), torch.ones(1, 4, 4)
     refused(message, other if rank == 1 else call, cp, x, error=RankMismatchError)
     if call is not AGREED:  # nothing was sent: the group is usable
@@ -592,7 +589,9 @@ def test_a_padded_shard_is_known_again(layout: Any) -> None:
     def shift(x: Tensor) -> Tensor:
         return cp.shift(x, -1, fill=-100)
 
-    compiled: Any = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    # Graphs know the length, not the layout: one layout is compiled.
+    in_graph: Any = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    compiled: Any = in_graph if layout == "zigzag" else lambda function: function
 
     shard = cp.shard(tokens, pad=True)
     for moved in (
@@ -657,7 +656,7 @@ def test_padding_that_a_replaced_module_sees_is_refused() -> None:
     ]  # fmt: skip
     for (options, documents), inside in product(ways, (True, False)):
         split, batch = (shard, x) if inside else (lambda y: y, shard(x))
-        for compiles in {False, not options}:
+        for compiles in {False, not options and documents != (0, length) and inside}:
             torch._dynamo.reset()  # each model is a graph of its own
             model = _Attends(split, options)
             ring_torch.replace_sdpa(model, cp, documents=documents)

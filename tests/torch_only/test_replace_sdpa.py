@@ -29,9 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from unchanged_models import DIM, GPT, MODELS, Block, SelfAttention, batch_of, model_of
+from unchanged_models import DIM, MODELS, Block, batch_of, model_of
 
-from ring_core import UnsupportedError, WrongResultError
+from ring_core import UnsupportedError
 from ring_torch import ContextParallel, replace_sdpa
 from ring_torch.local import LocalRanks
 
@@ -361,24 +361,6 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
 
 
 @on_ranks
-def test_verify_finds_positions_that_a_model_counts_itself() -> None:
-    """And modules that mix tokens: models that are wrong on shards."""
-    cp, first = ContextParallel(), "the first module whose output differs is "
-    mean = nn.Sequential(
-        SelfAttention(is_causal=False), Of(lambda _, x: x - x.mean(1, keepdim=True))
-    )
-    models: tuple[tuple[nn.Module, dict[str, Tensor], tuple[str, ...]], ...] = (
-        (GPT(), {"tokens": batch_of("gpt")["tokens"]}, (f"{first}GPT", "arange")),
-        (mean, {"input": torch.randn(2, 16, DIM)}, (f"{first}1 (Of)",)),
-    )
-    for module, batch, words in models:
-        handle = replace_sdpa(module, cp)
-        with pytest.raises(WrongResultError) as error:
-            handle.verify(batch)
-        assert all(word in str(error.value) for word in words)
-
-
-@on_ranks
 def test_modules_are_replaced_wherever_they_are_called() -> None:
     cp = ContextParallel()
     model, plain = model_of("gpt"), model_of("gpt")
@@ -398,8 +380,8 @@ def test_modules_are_replaced_wherever_they_are_called() -> None:
     assert modes_left() == 0
     # One module compiled before it is replaced, and one of the same class that is not.
     compiled, alone = model_of("gpt"), model_of("gpt")
-    whole: Any = torch.compile(compiled, backend="aot_eager")
-    other: Any = torch.compile(alone, backend="aot_eager")
+    whole: Any = torch.compile(compiled, backend="eager")
+    other: Any = torch.compile(alone, backend="eager")
     torch.testing.assert_close(whole(**batch), plain(**batch))
     removed = replace_sdpa(compiled, cp)
     torch.testing.assert_close(whole(**shards).detach(), expected)

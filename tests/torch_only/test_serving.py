@@ -166,7 +166,7 @@ DISAGREE: dict[str, tuple[Callable[[KVCache, int], Any], str]] = {
 @pytest.mark.parametrize("call", ["decode", "prefill"])
 @on_two_ranks
 def test_ranks_that_disagree_or_are_lost(rank: int, call: str, name: str) -> None:
-    group: Any = dist.new_group(timeout=timedelta(seconds=3))
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
     (change, message), cp = DISAGREE[name], ContextParallel(group)
     cache, *_ = filled(cp)
     cp.decode(randn(2, 1, H, D), cache, layer=0)  # a call that is compared
@@ -627,10 +627,7 @@ LIBRARY = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize("queries", [True, False], ids=["queries travel", "keys travel"])
-@pytest.mark.parametrize("name", SIZES)
-@on_ranks
-def test_random_schedules_by_flash_attention(name: str, queries: bool) -> None:
+def _by_flash_attention(_: int, name: str, queries: bool) -> None:
     with pytest.MonkeyPatch.context() as patched:
         for owner, attribute, value in (
             (flash_pages, "reason_against", lambda _q, _dim, rules: flash_pages.reason_against_rules(rules)),
@@ -639,14 +636,28 @@ def test_random_schedules_by_flash_attention(name: str, queries: bool) -> None:
             (prefilling._Part, "queries_travel", queries), (prefilling, "_ROWS_OF_FLASH", 8),
         ):  # fmt: skip
             patched.setattr(owner, attribute, value)
-        for refused in (("alibi_slopes", "chunk_size", "softcap"), ()):
+        for refused, steps in ((("alibi_slopes", "chunk_size", "softcap"), 30), ((), 10)):
             CALLS.clear()
             cp = ContextParallel()
-            World(cp, SIZES[name], len(name), without=refused).run(30)
+            World(cp, SIZES[name], len(name), without=refused).run(steps)
             # Bands are of one rank alone, and pages in a row are read where they lie.
             assert not refused or ("all" if cp.cp_size > 1 else "band") in CALLS
             assert "band" not in CALLS or cp.cp_size == 1
             assert not refused or cp.cp_size > 1 or ("table" in CALLS) == queries
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "queries"),
+    [
+        (1, "groups", True), (1, "latents", False), (2, "groups", False), (2, "one K/V head", True),
+        (2, "latents", True), (3, "groups", True), (3, "one K/V head", False), (3, "latents", False),
+    ],
+)  # fmt: skip
+def test_random_schedules_by_flash_attention(
+    ranks: int, name: str, queries: bool, pools: dict[int, LocalRanks]
+) -> None:
+    """Queries travel, or keys."""
+    pools[ranks].run(_by_flash_attention, name, queries)
 
 
 @pytest.mark.parametrize(("flash", "triton", "kernel"), [

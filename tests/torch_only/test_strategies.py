@@ -50,7 +50,7 @@ RING_CASES = [case for case in CASES.values() if case.strategy == "ring"]
 GROUP_CASES = [case for case in RING_CASES if case.layout != "striped"]
 
 
-GATHERED = [case for case in CASES.values() if case.cp_size > 1 and not gather_refusals(case.plan)]
+GATHERED = [x for x in RING_CASES if x.cp_size > 1 and not gather_refusals(x.plan)]
 UNDER = {
     f"{strategy}-{case.name}": (strategy, case)
     for strategy, cases in (("gather", GATHERED), ("ulysses", RING_CASES), ("hybrid", GROUP_CASES))

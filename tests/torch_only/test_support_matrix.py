@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.common.cases import Setting
-from benchmarks.development.host_causes import Repeated, as_stubbed_rank
 from ring_torch import ring_attention
 from ring_torch.tools.cli import main
 
@@ -86,25 +84,18 @@ def followed(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     return result, [*seen]
 
 
-def third(call: Callable[[], Any], differentiate: Callable[[Any], Any]) -> list[list[str]]:
+def over_gloo(_: int, strategy: str) -> list[list[str]]:
     """Return what the third of some calls runs, forward and backward."""
-    for _ in range(2):
-        differentiate(call())
+    q, k, v = (torch.randn(1, 32, n, 16).requires_grad_() for n in (4, 2, 2))
+
+    def call() -> torch.Tensor:
+        return ring_attention(q, k, v, causal=True, layout="zigzag", strategy=strategy).sum()
+
+    for _turn in range(2):
+        call().backward()
     out, forward = followed(call)
     # Autograd runs a backward in the thread that asks for it, on a CPU.
-    return [forward, followed(lambda: differentiate(out))[1]]
-
-
-def over_gloo(_: int) -> list[list[str]]:
-    q, k, v = (torch.randn(1, 32, n, 16).requires_grad_() for n in (4, 2, 2))
-    options: Any = {"causal": True, "layout": "zigzag", "strategy": "ring"}
-    return third(lambda: ring_attention(q, k, v, **options), lambda out: out.sum().backward())
-
-
-def on_stubs() -> list[list[str]]:
-    """Return what a call over peers' memory runs with flash-attn-4's code for Hopper."""
-    repeated = Repeated(Setting(2048, heads=8, kv_heads=2), "cpu")
-    return third(repeated.forward, repeated.backward)
+    return [forward, followed(out.backward)[1]]
 
 
 def assert_in_order(names: Iterable[Any], calls: Any) -> None:
@@ -126,11 +117,7 @@ def test_the_picture_is_the_order_over_gloo(backend: Any) -> None:
     picture = ARCHITECTURE[ARCHITECTURE.index("```text\nring_attention") :].split("```")[1]
     files = [name.partition(":")[0].replace("ring.py", "") for name in RING[0].values()]
     assert_in_order(files, picture)
-    for passes in backend.pool(2).run(over_gloo):
-        for names, calls in zip(RING, passes, strict=True):
-            assert_in_order(names.values(), calls)
-
-
-def test_gathered_keys_go_the_same_way_on_gpus() -> None:
-    for names, calls in zip(GATHER, as_stubbed_rank(0, 4, on_stubs), strict=True):
-        assert_in_order(names.values(), calls)
+    for strategy, way in (("ring", RING), ("gather", GATHER)):
+        for passes in backend.pool(2).run(over_gloo, strategy):
+            for names, calls in zip(way, passes, strict=True):
+                assert_in_order(names.values(), calls)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import numbers
-from on_ranks import on_four_ranks, on_ranks, on_three_ranks
+from on_ranks import on_ranks
 from patched import chosen
 from plain_flash import FLASH
 from refused import refused
@@ -175,9 +174,11 @@ def errors(calls: int, call: Callable[[], object]) -> list[str]:
 
 
 def tripped(rank: int, fault: str, options: dict[str, Any]) -> list[str]:
-    """Return the errors of each call under a fault, all checked, and of a right call after them."""
+    """Return the first error of checked calls under a fault, and make a right call after them."""
+    messages = list[str]()
     with ring_torch.check(), broken(fault):
-        messages = errors(3, lambda: attend(rank, **options))
+        while len(messages) < 3 and not any(messages):
+            messages += errors(1, lambda: attend(rank, **options))
     with ring_torch.check():
         attend(rank, **options)
     return messages
@@ -203,18 +204,17 @@ def test_a_fault_trips(fault: str, words: str, is_hybrid: bool, backend: Any) ->
     size, options = (4, IN_GROUPS) if is_hybrid else (SIZE, {})
     by_rank = backend.pool(size).run(tripped, fault, options)
     assert all(messages == by_rank[0] for messages in by_rank), "all ranks raise the same"
-    (*messages,) = filter(None, by_rank[0])
-    assert messages, "one of three calls at least shows it"
-    kernel = f"Kernel 'eager', strategy '{'hybrid' if is_hybrid else 'ring'}' over 'p2p'"
-    assert all(kernel in text for text in messages)
-    assert all(words in text for text in (messages[:1] if is_hybrid else messages))
+    text = by_rank[0][-1]
+    assert text, "one of three calls at least shows it"
+    assert words in text
+    assert f"Kernel 'eager', strategy '{'hybrid' if is_hybrid else 'ring'}' over 'p2p'" in text
     if fault == "one_head_wrong":  # the error names the entry
-        assert "rank 0: out[" in messages[0] and "rank 2: out[" in messages[0]
-        assert ", 3, " in messages[0].split("out[")[1].split("]", maxsplit=1)[0], "the head"
-        assert "of [2, 12, 4, 16] is " in messages[0]
-        assert "by the dense formula in float64" in messages[0]
+        assert "rank 0: out[" in text and "rank 2: out[" in text
+        assert ", 3, " in text.split("out[")[1].split("]", maxsplit=1)[0], "the head"
+        assert "of [2, 12, 4, 16] is " in text
+        assert "by the dense formula in float64" in text
     if fault == "nothing_is_sent" and not is_hybrid:
-        assert all(f"2,048{SENT}" in text for text in messages)
+        assert f"2,048{SENT}" in text
 
 
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather", "ulysses"])
@@ -231,8 +231,9 @@ def test_right_calls_pass(rank: int, strategy: str) -> None:
             attend(rank, sinks=None, bias=bias, return_lse=True, **options, **more)
         with torch.no_grad():
             attend_only(rank, torch.bfloat16, options)
-        compiled = torch.compile(attend_only, backend="aot_eager", fullgraph=True)
-        compiled(rank, torch.float32, options)
+        if strategy == "gather":  # a graph is checked as a call is, whatever the strategy
+            compiled = torch.compile(attend_only, backend="aot_eager", fullgraph=True)
+            compiled(rank, torch.float32, options)
 
 
 def attend_only(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> torch.Tensor:
@@ -249,23 +250,23 @@ def attend_with_all(rank: int, strategy: Any) -> None:
     """Make right calls in which a bias, its shift and gradient, ids and padding travel."""
     options: Any = {"strategy": strategy, "layout": "zigzag", "segment_ids": IDS}
     with ring_torch.check():
-        for bias_heads, sinks in product((1, 4), (None, torch.zeros(4))):
+        for bias_heads, sinks in ((1, torch.zeros(4)), (4, None)):
             bias = numbers(rank, 1, bias_heads, 12, 12 * dist.get_world_size()).float()
             attend(rank, sinks=sinks, bias=bias, return_lse=True, **options)
             bias.requires_grad_()
             attend(rank, sinks=sinks, bias=bias, dropout_p=0.2, dropout_seed=5, **options)
 
 
-@on_three_ranks
-def test_right_calls_that_trade_all_there_is_pass(rank: int) -> None:
-    """Three divides neither number of heads."""
-    attend_with_all(rank, "ulysses")
+#: Three ranks divide neither number of heads.
+TRAVELS: dict[str, tuple[int, Any]] = {"ulysses": (3, "ulysses")} | {
+    x: (4, StrategyConfig("hybrid", ulysses_size=2, outer=x)) for x in OUTER_NAMES
+}
 
 
-@pytest.mark.parametrize("outer", OUTER_NAMES)
-@on_four_ranks
-def test_right_calls_of_groups_pass(rank: int, outer: Any) -> None:
-    attend_with_all(rank, StrategyConfig("hybrid", ulysses_size=2, outer=outer))
+@pytest.mark.parametrize("name", TRAVELS)
+def test_right_calls_with_all_that_travels_pass(name: str, backend: Any) -> None:
+    size, strategy = TRAVELS[name]
+    backend.pool(size).run(attend_with_all, strategy)
 
 
 @pytest.mark.parametrize(

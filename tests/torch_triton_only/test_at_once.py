@@ -134,7 +134,7 @@ def gathered(
 
 def test_heads_arrive_in_parts(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     """The kernel moves all parts, or in a graph half of them, and copies after it the rest."""
-    case = CASES["v-dim-zigzag"]
+    case = replace(CASES["v-dim-zigzag"], seq_len=16)
     for captured in (False, True):
         parts = pools[case.cp_size].run(gathered, tmp_path, case, None, captured)
         assert all(ran.count("finish_reading") >= 1 for _, ran in parts)
@@ -263,17 +263,18 @@ def test_case(name: str, run: Any, pools: dict[int, LocalRanks], tmp_path: Path)
 def test_a_check_counts_what_kernels_read_from_peers(
     run: Any, name: str, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with LocalRanks(CASES[name].cp_size) as ranks:
-        for _, ran in ranks.run(run, tmp_path, CASES[name], "nothing"):
+    case = replace(CASES[name], seq_len=24)
+    with LocalRanks(case.cp_size) as ranks:
+        for _, ran in ranks.run(run, tmp_path, case, "nothing"):
             assert len(ran) >= 3
         for wrong in kinds:
             with pytest.raises(LocalRankError, match="bytes were read from peers, and the program"):
-                ranks.run(run, tmp_path, CASES[name], wrong)
+                ranks.run(run, tmp_path, case, wrong)
 
 
 @pytest.mark.parametrize("run", [gathered, traded])
 def test_ranks_of_unlike_calls_end(run: Any, tmp_path: Path) -> None:
-    case, match = CASES["causal-zigzag-cp2"], "ranks of a ring make different calls"
+    case, match = SHORT["causal-zigzag-cp2"], "ranks of a ring make different calls"
     with LocalRanks(2, timeout=5) as ranks, pytest.raises(LocalRankError, match=match):
         ranks.run(run, tmp_path, case, "digest")
 

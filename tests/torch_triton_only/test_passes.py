@@ -224,15 +224,19 @@ def merged(
     merge_ops.merge_on_gpu(state.out, low, state.lse, *results, **options)
 
 
-@pytest.mark.parametrize("marks", [ALL_MARKS, SOME_MARKS], ids=["marked", "some-marked"])
-@pytest.mark.parametrize(("dtype", "of_results"), DTYPES)
+MERGES = [(x, n) for x in SPANS for n in range(1, min(3, len(x)) + 1)]
+
+
 @pytest.mark.parametrize(
-    ("spans", "at_once"), [(x, n) for x in SPANS for n in range(1, min(3, len(x)) + 1)]
+    ("merge", "marks"), [*product(range(len(MERGES)), [ALL_MARKS, SOME_MARKS])]
 )
-def test_results_are_merged_as_one_by_one(
-    spans: tuple[Span, ...], dtype: torch.dtype, of_results: torch.dtype, at_once: int, marks: int
-) -> None:
-    """Sums have the bits of merges of one result by the kernel, and are near those of torch."""
+def test_results_are_merged_as_one_by_one(merge: int, marks: int) -> None:
+    """Sums have the bits of merges of one result by the kernel, and are near those of torch.
+
+    Each merge is of one dtype with all marks, and of another one with some, in turn.
+    """
+    (spans, at_once), turn = MERGES[merge], merge + (marks == ALL_MARKS)
+    dtype, of_results = DTYPES[turn % len(DTYPES)]
     outs, lses = _results(spans, of_results, marks)
     into, by_torch = (
         AttentionState(torch.zeros(2, 40, 3, 12), torch.full((2, 3, 40), -torch.inf))
