@@ -140,8 +140,9 @@ def pytest_configure(config: pytest.Config) -> None:
     elif backend.startswith("jax"):
         gc.set_threshold(100_000, 50)  # tracing makes many objects; collecting takes 3 % of a run
         os.environ |= JAX_VARIABLES
-        if backend == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-            # A cache for this run: the processes that tests start compile each program once.
+        if backend == "jax":
+            # A cache for the processes that this one's tests start: they compile each program once.
+            # Workers of xdist have one each: JAX's writes are not atomic.
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_folder(config))
             import jax
 

@@ -290,12 +290,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a length that is an array": (
         lambda: core.Layout("zigzag", np.zeros((2, 512)), 2), r"got a ndarray of shape \[2, 512\]; it is the number of"
     ),
-    "padding is told of": (
-        lambda: Layout("contiguous", 13, 4), r"pass seq_len=13, in cross attention seq_len=\(queries', keys'\)"
-    ),
     "no layout": (lambda: core.Layout("ring", 8, 2), f"unknown layout 'ring'; {NAMES}, or a ChunkLayout"),
     "a huge length": (lambda: Layout("contiguous", 1 << 40, 2), r"must be an integer < 2\*\*40"),
-    "a length of no zigzag": (lambda: Layout("zigzag", 2999, 8), r"2999 .* multiple of 16.*pad to 3008"),
     "chunks of other ranks": (lambda: Layout(OF_TWO, 16, 4), r"chunks\(2x2\) has chunks for 2 ranks, and there are 4"),
     "a length of no chunks": (lambda: Layout(OF_TWO, 6, 2), r"multiple of 4, as the chunks\(2x2\) layout.*pad to 8"),
     **{
@@ -304,12 +300,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     },
     "chunks that fall": (lambda: ChunkLayout(((1, 0),)), "chunks must ascend on every rank"),
     "chunks twice": (lambda: ChunkLayout(((0, 1), (1, 2))), r"chunks must be 0\.\.3, each once, got \[0, 1, 1, 2\]"),
-    "a length to balance": (
-        lambda: balanced_layout(Mask(), seq_len=66, cp_size=4), r"66 is not a positive multiple of 4.*pad to 68"
-    ),
-    "documents to balance": (
-        lambda: balanced_layout(Mask(cu_seqlens=(0, 60)), seq_len=64, cp_size=4), "must end at the sequence length 64, got 60"
-    ),
     "a name of no layout": (
         lambda: layout_for("zigzak", CAUSAL, seq_len=64, cp_size=4), f"^unknown layout 'zigzak'; {NAMES}, chunks$"
     ),

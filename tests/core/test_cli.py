@@ -28,7 +28,6 @@ from ring_core.tools import advice, bench, doctor
 from ring_core.tools.case import BENCH_OPTIONS, Case, Options, timed_case
 from ring_core.tools.cli import main
 from ring_core.tools.commands import LAUNCHERS, Command, is_refused, main as main_of
-from ring_core.tools.doctor import Check
 
 PAIRS = ["contiguous/ring", "contiguous/balanced", "zigzag/ring", "striped/ring", "chunks/ring"]
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")
@@ -191,18 +190,14 @@ def test_picture_and_color(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 MISTAKES = (
     ("--layout zagzig", "unknown layout 'zagzig'; known: contiguous, zigzag"),
-    ("--window=-1,0", "never -1"),
     ("--cu-seqlens 0,32 --layout all", "must end at the sequence length 64"),
-    ("--kv-seq-len 66 --layout all", "66 is not a positive multiple of 4"),
     ("--heads 32", "--heads has no effect without --advise; add that, or leave --heads out"),
     ("--ranks-per-host 2", "--ranks-per-host has no effect without --advise"),
     ("--advise --ranks-per-host 3", "ranks_per_host must divide the plan's 4 ranks, got 3"),
-    ("--advise --heads 0", "num_q_heads must be at least 1"),
     ("--advise --heads 9", "multiple of num_kv_heads"),
     ("--layout all --png plan.png", "--png and --strategy are of one plan"),
     ("--advise --strategy balanced", "--png and --strategy are of one plan"),
     ("--cp 2,4", "a plan has one number of ranks"),
-    ("--cp 0 --layout all", "cp_size must be at least 1"),
     ("--cp 3,5 --advise", "64 is not a positive multiple of 6"),
     ("--png plan.nonsense", "not supported"),
 )
@@ -329,18 +324,9 @@ def test_what_is_given_replaces_the_defaults() -> None:
     assert given == Case(2, 8192, 4, 2, 64, "float64", mask, "contiguous", "auto", "eager")
 
 
-@pytest.mark.parametrize(
-    ("command_line", "message"),
-    [
-        ("--ranks 0", "--ranks must be at least 1, got 0"),
-        ("--head-dim -8", "--head-dim must be at least 1"),
-        ("--heads 3", "--heads must be a multiple of --kv-heads, got 3 and 2"),
-        ("--seq-len 4100", "4100 is not a positive multiple of 8"),
-    ],
-)
-def test_mistakes(command_line: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        setting(command_line)
+def test_heads_in_no_groups() -> None:
+    with pytest.raises(ValueError, match="--heads must be a multiple of --kv-heads, got 3 and 2"):
+        setting("--heads 3")
 
 
 def test_rounds_alternate_and_the_first_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,12 +355,6 @@ def test_rounds_alternate_and_the_first_is_not_counted(capsys: pytest.CaptureFix
     assert text.splitlines()[-1].startswith("RING_CHECK=1 adds 25.0% to forward and backward, ")
     read = json.loads(bench.report(result, as_json=True)[0])
     assert read["timings"][1]["check_cost"] == 0.25 and read["setting"]["window"] is None
-
-
-def test_a_wrong_result_has_no_times() -> None:
-    checks = [Check("auto", "2 ranks", "out", 1.0, 0.1, passed=False)]
-    text, code = bench.report(bench.Result(USUAL, "devices", checks, (), {}), as_json=True)
-    assert code == 1 and "FAILED" in text and "efficiency" not in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])

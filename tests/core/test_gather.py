@@ -286,14 +286,6 @@ def test_what_striped_would_launch_and_fetch() -> None:
         assert sum(max(x) - min(x) for x in seen) == 7 * 4096
 
 
-def test_what_cannot_be_gathered_says_why() -> None:
-    predicate = plan_of(Mask(predicate=lambda q, k: q >= k), 64, 2, "striped")
-    assert gather_refusals(predicate) == (
-        "layout 'striped' assigns tokens one by one",
-        "a predicate mask is planned in tiles of each rank's own keys",
-    )
-
-
 @given(gathers())
 def test_tiles_cost_less_than_a_tile_for_an_item(case: tuple[Plan, int, GatherProgram]) -> None:
     """Tiles add less than a tile per item, and only where a window begins inside of one."""

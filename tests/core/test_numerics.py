@@ -40,13 +40,9 @@ def errors(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_error_is_flat_in_the_ring_size(precision: Precision, layout: LayoutName) -> None:
-    table = errors(precision, layout, (1, 2, 4, 8, 16))
+    """Up to 16 ranks have at most 1.25 times the error of one; 64 in float32 at most twice."""
+    table = errors(precision, layout, (1, 2, 4, 8, 16, 64))
     assert (table > 0).all()
-    assert (table <= 1.25 * table[0]).all(), f"{precision} {layout}:\n{table}"
-
-
-@pytest.mark.parametrize(("precision", "most"), [("float32", 2), ("bfloat16", 1.25)])
-def test_error_on_many_ranks(precision: Precision, most: float) -> None:
-    """64 ranks have at most twice the error of one in float32, and 1.25 times in bfloat16."""
-    one_rank, many_ranks = errors(precision, "contiguous", (1, 64))
-    assert (many_ranks <= most * one_rank).all(), f"{precision}: {one_rank} {many_ranks}"
+    assert (table[:-1] <= 1.25 * table[0]).all(), f"{precision} {layout}:\n{table}"
+    most = 2 if precision == "float32" else 1.25
+    assert (table[-1] <= most * table[0]).all(), f"{precision} {layout}:\n{table}"

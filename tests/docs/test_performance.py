@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -60,27 +59,6 @@ def test_a_setting_that_one_gpu_did_not_run_is_compared_with_128k_tokens() -> No
         {**row, "setting": "window 128 512k 64/8 of 64 sinks", "method": "ring", "both": half},
     ]
     assert table(rows).splitlines()[-1].count("(0.50)") == 1
-
-
-def test_each_strategy_stands_beside_the_best_of_others() -> None:
-    """Our best rate stands beside the best of other methods; a ratio below 1 is in bold.
-
-    Refused methods do not count.
-    """
-    rates = {
-        "one": 100, "zigzag/auto/auto/auto": 90, "zigzag/auto/gather/auto": 90, "zigzag/auto/ring/auto": 60,
-        "zigzag/auto/hybrid-gather/auto": 70, "chunks/auto/gather/auto": 80, "ulysses": 95, "torch-cp": 50,
-    }  # fmt: skip
-    row: dict[str, Any] = {"gpus": 4, "setting": "causal", "every_strategy": True}
-    rows = [{**row, "method": "yunchang", "failed": "ValueError: refused"}]
-    for name, rate in rates.items():
-        both = {"tflops": rate / 2 if rate < 95 else rate}
-        times = {"forward": {"tflops": rate}, "both": both, "chosen": "gather/symm_mem"}
-        rows.append({**row, "method": name, **times})
-    assert table(rows).splitlines()[-1] == (
-        "| causal | gather 90<br>gather 45 | ulysses 95 (**0.95**)<br>ulysses 95 (**0.47**) | "
-        "0.90 / 0.45 (`auto`)<br>chunks 0.80 / 0.40 | 0.60 / 0.30 | none | gather 0.70 / 0.35 |"
-    )
 
 
 def test_flops_count_both_head_dims() -> None:

@@ -19,13 +19,11 @@ import numpy.typing as npt
 import pytest
 import torch
 from cases import CASES, Case, crossed, diagonals, prefix
-from dense import dense
 from tolerances import assert_close
 
 from ring_core import LayoutSpec, Mask
 from ring_torch import ring_attention
 from ring_torch.kernels import KERNELS
-from ring_torch.kernels.library import LaunchOptions
 from ring_torch.local import LocalRankError
 
 NAMES = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "triton", "eager")
@@ -226,29 +224,6 @@ def test_head_dims(case: Case, ways: tuple[Any, ...], words: str, backend: Any) 
     results = run_or_refused(backend, case, ways, *([] if is_hopper else [words]))
     if results is not None:
         assert_close(case, results)
-
-
-@pytest.mark.parametrize("dim", [48, 80, 112])
-def test_the_library_is_still_wrong_there(dim: int) -> None:
-    """The library is still wrong at these head dims; if that is fixed they need no padding."""
-    (kernel,) = (known for known in KERNELS if known.capabilities.name == "fa4")
-    flash: Any = kernel.flash  # type: ignore[attr-defined]  # only a FlashKernel has it
-    torch.manual_seed(0)
-    options: Any = {"device": "cuda", "dtype": torch.bfloat16}
-    q, k, v, dout = tensors = [torch.randn(1, 256, 2, dim, **options) for _ in range(4)]
-    visible = torch.ones(256, 256, dtype=torch.bool, device="cuda")
-    out, *expected = dense(*(x.float() for x in tensors), visible=visible)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * dim**-0.5
-    plain = LaunchOptions(dim**-0.5, None, (None, None), None, False)
-    with torch.no_grad():
-        try:
-            grads = flash.backward(dout, q, k, v, out.bfloat16(), scores.logsumexp(-1), plain, None)
-        except Exception:
-            if dim != 112:  # there it does not compile
-                raise
-            return
-    pairs = zip(grads, expected, strict=True)
-    assert max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs) > 0.1
 
 
 @pytest.mark.parametrize("option", ["none", "sinks", "segment_ids", "alibi_slopes", "fewer keys"])
