@@ -136,10 +136,9 @@ def passing(wrong: Errors) -> list[str]:
     return [name for name, x in wrong.items() if x is None or name in right]
 
 
-def take_turns[Key](
-    runs: Mapping[Key, Run], count: int, calls_of: Callable[[Run], int],
-    time_of: Callable[[Run, int], float],
-) -> dict[Key, list[float]]:  # fmt: skip
+def take_turns[Key, R, T](
+    runs: Mapping[Key, R], count: int, calls_of: Callable[[R], int], time_of: Callable[[R, int], T]
+) -> dict[Key, list[T]]:
     """Time all runs in turns; return each one's time per call in every round.
 
     Every round times each run once, as what ran before leaves a GPU cooler or warmer; in a random
@@ -147,7 +146,7 @@ def take_turns[Key](
     ``time_of`` the time of each.
     """
     calls = {key: calls_of(run) for key, run in runs.items()}
-    took: dict[Key, list[float]] = {key: [] for key in runs}
+    took: dict[Key, list[T]] = {key: [] for key in runs}
     orders = random.Random(0)
     for _ in range(count):
         for key in orders.sample(list(runs), len(runs)):

@@ -93,13 +93,12 @@ def scaling(rows: Sequence[Row]) -> str:
 
     A setting that one GPU did not run alone is compared with its rate at 128k tokens.
     """
-    several = len({row["gpus"] for row in rows}) > 1
     one_gpu = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
 
     def cells(row: Row) -> list[str]:
         auto = " (`auto`)" * (row["method"].removesuffix(", chunks") == row.get("auto"))
         bound = f", {row['processors']} processors each" if "processors" in row else ""
-        head = [str(row["gpus"])] * several + [row["setting"], f"`{row['method']}`{auto}{bound}"]
+        head = [str(row["gpus"]), row["setting"], f"`{row['method']}`{auto}{bound}"]
         if "forward" not in row:
             return [*head, "refused or wrong", "", ""]
         at_128k = re.sub(r"\b\d+k\b", "128k", row["setting"])
@@ -112,8 +111,8 @@ def scaling(rows: Sequence[Row]) -> str:
         of_one = not row["method"].endswith(IN_LAYERS)
         return [*head, f"{row['both']['peak_gib']:.2f}" if of_one else ""]
 
-    head = ["GPUs"] * several + ["mask, length, heads", "method"]
-    return markdown([*head, "forward", "forward + backward", "GiB"], map(cells, rows))
+    head = ["GPUs", "mask, length, heads", "method", "forward", "forward + backward", "GiB"]
+    return markdown(head, map(cells, rows))
 
 
 def strategies(rows: Sequence[Row]) -> str:

@@ -1,35 +1,88 @@
-"""Run cases in one source tree and answer with digests: the process that ``same_bits`` starts.
+"""Run cases in one source tree on request: the process that ``same_bits`` starts.
 
-It imports Ring from the tree that is in ``PYTHONPATH``, and of that tree else only how ranks share
-a GPU. A case is a line of JSON on stdin. The answer has for each rank digests of its tensors and
-the bytes that it sent, or the reason why the call was refused. The tensors are in the folder that
-the first argument names.
+It imports Ring from the tree that is in ``PYTHONPATH``. Cases are those of the tests beside this
+file, and a rank runs them as it does there. A request is the name of a case, and whether ranks
+share a GPU. The answer has for each rank the bytes that it sent, or why the call was refused. Its
+results are in the folder that the first argument names.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-import zlib
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_core import StrategyConfig
-from ring_torch import ring_attention
-from ring_torch.local import LocalRankError, LocalRanks
+import ring_torch
+from ring_core import Mask, StrategyConfig
+from ring_torch.local import LocalRankError
 from ring_torch.strategies import gather
 
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from backends.torch_ranks import Pools, run_rank
+from cases import CASES, RINGS, Case
+
 HEADER = b"RING"  # how a header begins; its fields may differ between trees
-PASSES = ("forward", "backward")
+STRATEGIES: dict[str, str | StrategyConfig] = {
+    "ring": "ring", "gather": "gather", "ulysses": "ulysses",
+    "hybrid-ring": StrategyConfig("hybrid", ulysses_size=2, outer="ring"),
+    "hybrid-gather": StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
+}  # fmt: skip
+CAUSAL = Mask(causal=True)
+LONG = Case("long", CAUSAL, "zigzag", 2, 4096)
+#: What kernels of GPUs bind in the first call, and repeat.
+ON_GPU: dict[str, dict[str, Any]] = {
+    "causal": {}, "full": {"mask": Mask()}, "equal-heads": {"heads": (8, 8)},
+    "two-sequences": {"batch": 2}, "padding": {"seq_len": 1900}, "sinks": {"sinks": 0},
+    "segments": {"segments": "documents"}, "head-groups": {},
+    "window": {"mask": Mask(causal=True, window=(300, 0))},
+    "documents": {"mask": Mask(causal=True, cu_seqlens=(0, 400, 1100, 2048))},
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    """A case with a kernel and a strategy, on CPUs or on a GPU that ranks share."""
+
+    case: Case
+    kernel: str
+    strategy: str | StrategyConfig
+    one_gpu: bool
+
+
+@cache
+def all_runs(*, one_gpu: bool) -> dict[str, Run]:
+    """Return the runs by name: on 2 and 4 ranks or, with ``one_gpu``, on two that share it.
+
+    There are no hybrids on one GPU: the inner call of one is another case.
+    """
+    # More heads than in tests, as some strategies split them.
+    more = (replace(x, heads=(4 * x.heads[0], 4 * x.heads[1])) for x in (*CASES.values(), LONG))
+    cases, strategies = [x for x in more if x.cp_size in (2, 4)], [*STRATEGIES]
+    kernels: tuple[str, ...] = ("auto", "eager")
+    if one_gpu:
+        strategies, kernels, cases = strategies[:3], ("fa4", "cudnn", "triton"), []
+        for (name, fields), ring in product(ON_GPU.items(), ("zigzag", "balanced")):
+            layout, strategy = RINGS[ring]
+            sizes = {"cp_size": 2, "seq_len": 2048, "heads": (8, 2), "dims": (64, 64)}
+            usual: Any = {"mask": CAUSAL, "dtype": "bfloat16", "strategy": strategy, **sizes}
+            cases.append(Case(f"{name}-{ring}", layout=layout, **usual | fields))
+    return {
+        f"{case.moved(strategy)}/{case.name}/{kernel}": Run(
+            case, kernel, case.moved(STRATEGIES[strategy]), one_gpu
+        )
+        for case, strategy, kernel in product(cases, strategies, kernels)
+    }
 
 
 class SentBytes(TorchDispatchMode):
@@ -58,130 +111,63 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def inputs_of(case: dict[str, Any], rank: int) -> dict[str, Tensor]:
-    """Return this rank's tensors of a case, equal in every tree: leaves, and gradients of results.
+def answer_of(rank: int, run: Run, folder: str) -> dict[str, Any]:
+    """Run a case on this rank, keep its results in a folder, and return the bytes that it sent.
 
-    Shards are random, each rank's its own, so it does not matter which tokens a layout puts where.
+    On a GPU it runs three times, on tensors of its own with equal numbers; names of results end in
+    the number. A call that Ring refuses is an answer: it does so before anything is sent. What a
+    rank meets later ends all of them.
     """
-    ranks, (heads, kv_heads), (dim, v_dim) = case["ranks"], case["heads"], case["dims"]
-    dtype, keys, batch = getattr(torch, case["dtype"]), case["lengths"][1], case.get("batch", 2)
-    length, kv_length = (x // ranks for x in case["lengths"])
-    own, shared = (
-        torch.Generator().manual_seed(zlib.crc32(json.dumps([case["option"], x]).encode()))
-        for x in (rank, "all")
-    )
-
-    def normal(*shape: int, generator: torch.Generator = own) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    made = {
-        "q": normal(batch, length, heads, dim).to(dtype),
-        "k": normal(batch, kv_length, kv_heads, dim).to(dtype),
-        "v": normal(batch, kv_length, kv_heads, v_dim).to(dtype),
-        "dout": normal(batch, length, heads, v_dim).to(dtype),
-        "dlse": normal(batch, heads, length),
-    }
-    optional = {
-        "bias": lambda: normal(batch, heads, length, keys).to(dtype),
-        "bias of all heads": lambda: normal(1, 1, length, keys).to(dtype),
-        "very negative bias": lambda: normal(1, 1, length, keys).sub(1e10).to(dtype),
-        "sinks": lambda: normal(heads, generator=shared).to(dtype),
-        "alibi_slopes": lambda: normal(heads, generator=shared).abs(),
-        "segment_ids": lambda: torch.randint(
-            -1, 3, (batch, length), generator=own, dtype=torch.int32
-        ),
-        "mask": lambda: torch.rand(length, keys, generator=own) < 0.7,
-    }
-    for name in case["tensors"]:
-        made["bias" if "bias" in name else name] = optional[name]()
-    made = {name: x.to(case.get("device", "cpu")) for name, x in made.items()}
-    for name in ("q", "k", "v", "bias", "sinks"):
-        if name in made and case.get("grad", True):
-            made[name].requires_grad_()
-    return made
-
-
-def bits_of(rank: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Run a case on this rank, keep its tensors in a folder and return digests of them.
-
-    A digest is of bytes, shape and dtype. Calls after the first have tensors of their own and equal
-    numbers; names of what they give end in their number. Keys and values of the last lie head by
-    head. A call that Ring refuses is an answer: it does so before anything is sent. What a rank
-    meets later ends all of them.
-    """
-    results: dict[str, Tensor] = {}
+    case, kernel, strategy, one_gpu = run
+    # Some gradients are added up in any order: there the forwards alone are compared.
+    is_loose = one_gpu and (kernel == "cudnn" or (kernel == "fa4" and case.segments is not None))
+    results: dict[str, Any] = {}
     with ExitStack() as stack:
-        if case.get("head_groups", False):  # heads are cut into groups in long calls alone
+        if case.name.startswith("head-groups"):  # heads are cut into groups in long calls alone
             for limit in ("GROUP_FLOPS", "MIN_BYTES_PER_FLOP", "EARLY_RETURN_FLOPS"):
                 stack.enter_context(patch.object(gather, limit, 1e-9))
-        for n in range(count := case.get("calls", 1)):
-            tensors = inputs_of(case, rank)
-            for name in "kv" if 0 < n == count - 1 else "":
-                x = tensors[name].detach().transpose(1, 2).contiguous().transpose(1, 2)
-                tensors[name] = x.requires_grad_(tensors[name].requires_grad)
-            dout, dlse = tensors.pop("dout"), tensors.pop("dlse")
-            named: dict[str, Any] = {**case["options"], **tensors}
-            named |= {name: tuple(x) for name, x in named.items() if isinstance(x, list)}
-            counters: list[Any] = [SentBytes() if dout.is_cpu else nullcontext() for _ in PASSES]
+        if one_gpu and kernel == "fa4" and not is_loose:
+            exact = partial(ring_torch.ring_attention, deterministic=True)
+            stack.enter_context(patch.object(ring_torch, "ring_attention", exact))
+        counter = SentBytes()
+        if not one_gpu:
+            stack.enter_context(counter)
+        for n in range(3 if one_gpu else 1):
             try:
-                with counters[0]:
-                    outputs: Any = ring_attention(
-                        **named, layout=case["layout"], kernel=case["kernel"],
-                        strategy=StrategyConfig(**case["strategy"]), return_lse=case.get("returns_lse", True),
-                    )  # fmt: skip
+                arrays = run_rank(rank, case, (kernel, strategy, "auto"), None, one_gpu)
             except (ValueError, TypeError) as error:
                 return {"refused": f"{type(error).__name__}: {error}"}
-            out, *lse = outputs if isinstance(outputs, tuple) else (outputs,)
-            leaves = {name: x for name, x in tensors.items() if x.requires_grad}
-            ends = {out: dout, **(dict.fromkeys(lse, dlse) if case["lse_grad"] else {})}
-            named = dict(zip(("out", "lse"), (x.detach() for x in (out, *lse)), strict=False))
-            if leaves:
-                with counters[1]:
-                    grads = torch.autograd.grad([*ends], [*leaves.values()], [*ends.values()])
-                named |= {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-            results |= {f"{name}{n + 1 if n else ''}": x.cpu() for name, x in named.items()}
-    torch.save(results, path_of(folder, case["number"], rank))
-    digests = {}
-    for name, x in results.items():
-        contents = x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        digest = hashlib.sha256(f"{x.dtype}{tuple(x.shape)}".encode() + contents)
-        digests[name] = digest.hexdigest()
-    sent = {name: getattr(x, "sent", 0) for name, x in zip(PASSES, counters, strict=True)}
-    return {"digests": digests, "sent": sent}
+            kept = {name: x for name, x in arrays.items() if not (is_loose and name[0] == "d")}
+            results |= {f"{name}{n + 1 if n else ''}": x for name, x in kept.items()}
+    np.savez(path_of(folder, rank), **results)
+    return {"sent": counter.sent}
 
 
-def path_of(folder: str | Path, number: int, rank: int) -> Path:
-    """Return the file of a rank's tensors of a case."""
-    return Path(folder) / f"{number}-{rank}.pt"
+def path_of(folder: str | Path, rank: int) -> Path:
+    """Return the file of a rank's results of the case that has run last."""
+    return Path(folder) / f"{rank}.npz"
 
 
 def _share(rank: int) -> None:
-    """Let ranks share the first GPU, as tests of the tree do."""
-    sys.path.insert(0, "tests")
+    """Let ranks share the first GPU, as tests do."""
     import_module("backends.on_one_gpu").share(rank)
 
 
 def main() -> None:
-    """Answer cases until stdin ends; start new ranks after a call has failed."""
-    ranks: LocalRanks | None = None
-    for case in map(json.loads, sys.stdin):
-        if ranks is None or len(ranks) != case["ranks"]:
-            if ranks is not None:
-                ranks.close()
-            on_gpu = case.get("device") == "cuda"
-            limits: Any = {"patience": 600.0} if on_gpu else {"timeout": 20.0, "patience": 120.0}
-            ranks = LocalRanks(case["ranks"], **limits)
-            if on_gpu:
-                ranks.run(_share)
+    """Answer requests until stdin ends; a call that fails ends its ranks."""
+    pools = Pools()
+    for name, one_gpu in map(json.loads, sys.stdin):
+        run = all_runs(one_gpu=one_gpu)[name]
+        size = run.case.cp_size
         try:
-            answer: dict[str, Any] = {"ranks": ranks.run(bits_of, case, sys.argv[1])}
+            if one_gpu and size not in pools:
+                pools[size].run(_share)
+            answer: dict[str, Any] = {"ranks": pools[size].run(answer_of, run, sys.argv[1])}
         except LocalRankError as error:
             answer = {"failed": str(error).strip().splitlines()[-1]}
-            ranks.close()
-            ranks = None
+            pools.pop(size).close()
         print(f"answer: {json.dumps(answer)}", flush=True)
-    if ranks is not None:
-        ranks.close()
+    pools.close()
 
 
 if __name__ == "__main__":

@@ -168,8 +168,7 @@ def without_launches() -> AbstractContextManager[None]:
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "current_device", lambda: 0), (torch.cuda, "current_stream", lambda: stream),
         (C, "_cuda_getCurrentRawStream", lambda _: 0),
-        (direct.DirectKernel, "launch", launch),
-        (direct.DirectKernel, "__getitem__", lambda *_: nothing), (one_kernel, "SymmetricMemory", OwnMemory),
+        (direct.DirectKernel, "launch", launch), (one_kernel, "SymmetricMemory", OwnMemory),
         (one_kernel, "_programs", lambda _: (66, 96)), (one_kernel, "timeout_of", lambda *_: timedelta(seconds=1)),
         (transports, "has_agreed", lambda *_: True), (accumulate, "merge", merge),
     )  # fmt: skip
@@ -191,11 +190,8 @@ def as_rank[**P, R](
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        # The group is fake: there are no peers to ask for their memory, or to compare with before
-        # a call may be captured.
-        with replaced_by(
-            (prepare, "choose_strategy", as_named), (autograd, "check_graph", nothing)
-        ):
+        # The group is fake: there are no peers to ask for their memory.
+        with replaced_by((prepare, "choose_strategy", as_named)):
             return run(*args, **named)
     finally:
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """Time old and new code in turns, each in processes of its own, on the same GPUs.
 
 Both stay alive and wait while the other is timed, so rounds are short and a GPU that slows down
-slows both. Every other round begins with the new code. Results are compared with float32 attention
-before a row is timed; a ratio is new over old, of the same round::
+slows both. Results are compared with float32 attention before a row is timed; a ratio is new over
+old, of the same round::
 
     python -m benchmarks.development.old_and_new --old ../before --gpus 4 --json turns.json
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.cases import PASSES, ROWS
-from benchmarks.common.harness import Report, command, quartiles, reason_of
+from benchmarks.common.harness import Report, command, quartiles, reason_of, take_turns
 from benchmarks.development import timed_rows
 from benchmarks.torch import described
 
@@ -56,7 +56,7 @@ class Tree:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def send(self, request: dict[str, Any]) -> None:
+    def send(self, request: Any) -> None:
         """Send a request; :meth:`answer` waits for its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -98,24 +98,21 @@ def in_turns(trees: Mapping[str, Tree], request: dict[str, Any], rounds: int) ->
         OSError: A process had ended before.
     """
 
-    def answers(asked: Mapping[str, Tree], **more: bool) -> dict[str, Any]:
-        for tree in asked.values():
-            tree.send(request | more)
-        by_tree = {name: tree.answer() for name, tree in asked.items()}
-        if failed := [x["failed"] for x in by_tree.values() if "failed" in x]:
+    def times(*asked: Tree, first: bool = False) -> list[dict[str, float]]:
+        for tree in asked:
+            tree.send(request | {"first": first})
+        answers = [tree.answer() for tree in asked]
+        if failed := [x["failed"] for x in answers if "failed" in x]:
             raise RuntimeError(failed[0])
-        return by_tree
+        return [x["ms"] for x in answers]
 
-    answers(trees, first=True)  # both at once: kernels are compiled, and results compared
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-    for n in range(rounds):
-        for name in trees if n % 2 == 0 else reversed([*trees]):
-            taken[name].append(answers({name: trees[name]}, first=False)[name]["ms"])
+    times(*trees.values(), first=True)  # both at once: kernels are compiled, and results compared
+    taken = take_turns(trees, rounds, lambda _: 1, lambda tree, _: times(tree)[0])
     row: dict[str, Any] = {"row_in_turns": request["row"], "rounds": rounds}
     for way in PASSES:
-        times = {name: [x[way] for x in by_round] for name, by_round in taken.items()}
-        ratios = [b / a for a, b in zip(times["old"], times["new"], strict=True)]
-        row[way] = {name: quartiles(x) for name, x in (*times.items(), ("ratio", ratios))}
+        ms = {name: [x[way] for x in by_round] for name, by_round in taken.items()}
+        ratios = [b / a for a, b in zip(ms["old"], ms["new"], strict=True)]
+        row[way] = {name: quartiles(x) for name, x in (*ms.items(), ("ratio", ratios))}
         row[way]["ratios"] = sorted(ratios)
     return row
 

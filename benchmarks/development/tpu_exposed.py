@@ -9,7 +9,6 @@ strategy is compiled as Ring has it, and as MaxText's own ``AttentionOp`` has it
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.common.harness import Report, command
+from benchmarks.development.tpu_static import devices_of
 from ring_core import StrategyConfig
 from ring_core.tools.bench import watched
 
@@ -36,10 +36,8 @@ Attend = Callable[[Any, Any, Any], Any]
 
 def measure(topology: str, who: str, strategy: str) -> dict[str, Any]:
     """Return the row of a strategy on a generation."""
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    attend, mesh, axes = (_ring if who == "Ring" else _maxtext)(strategy, np.array(devices[:CHIPS]))
+    devices = np.array(devices_of(topology)[:CHIPS])
+    attend, mesh, axes = (_ring if who == "Ring" else _maxtext)(strategy, devices)
     along = NamedSharding(mesh, P(None, axes))
     q, k = (
         jax.ShapeDtypeStruct((1, CHIPS * LOCAL, heads, DIM), jnp.bfloat16, sharding=along)
@@ -158,9 +156,7 @@ def traffic(text: str, group: int) -> tuple[float, float]:
 @command(__doc__, {"--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"}})
 def main(options: Any) -> int:
     """Compile everything and print the figures."""
-    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", CHIPS)  # as many as MaxText's settings ask for
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     report = Report(options, {})
     each = list(product(options.topology, STRATEGIES, ("Ring", "MaxText")))
     for topology, strategy, who in watched(each, len(each), "program"):

@@ -22,15 +22,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.common.harness import Report, command
 from ring_core.tools.bench import watched
@@ -65,8 +66,8 @@ class Program(NamedTuple):
     k: int
 
 
-def measure(topology: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one generation."""
+def measure(topology: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one generation, of code that is dumped in a folder."""
     from ring_jax_tpu.block_sizes import GENERATIONS, Shape, default_sizes
 
     generation = next(x for x in GENERATIONS.values() if x.name == topology.partition(":")[0])
@@ -79,8 +80,8 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
         own[direction, name] = Program(direction, "window" if is_window else "causal", *sizes)
     splash = [Program(x, "causal", *sizes) for x, sizes in product(DIRECTIONS, SPLASH_SIZES)]
     code = {
-        "ours": loops(topology, "ours", list(dict.fromkeys(own.values()))),
-        "splash": loops(topology, "splash", splash),
+        "ours": loops(topology, folder, "ours", list(dict.fromkeys(own.values()))),
+        "splash": loops(topology, folder, "splash", splash),
     }
     for name, steps in MASKS.items():
         row: dict[str, Any] = {"topology": topology, "mask": name}
@@ -126,37 +127,52 @@ def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: in
     return HEADS * visits, HEADS * rows, HEADS * full, HEADS * (live - full)
 
 
-def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, Loop]]:
-    """Compile programs in a process of its own, and return the loops of each, by kernel.
+def devices_of(topology: str) -> Any:
+    """Return the devices of a topology, of which there need be none on this machine."""
+    jax.config.update("jax_platforms", "cpu")
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def loops(
+    topology: str, folder: Path, who: str, programs: list[Program]
+) -> dict[Program, dict[str, Loop]]:
+    """Compile programs for one device of a topology; return the loops of each, by kernel.
 
     Programs that do not fit into the chip's memory are left out.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        dump = f"--xla_jf_dump_to={folder / 'now'} --xla_jf_dump_llo_text=true"
-        environment = {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"{dump} --xla_jf_dump_llo_pass_label_regex=final_bundles",
+    sharding = NamedSharding(Mesh(np.array(devices_of(topology)[:1]), ("x",)), PartitionSpec())
+    q, k = (
+        jax.ShapeDtypeStruct((1, heads, LENGTH, DIM), jnp.bfloat16, sharding=sharding)
+        for heads in (HEADS, KV_HEADS)
+    )
+
+    def one_pass(attend: Any, q: Any, k: Any, v: Any, *dout: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return pull(*dout) if dout else out
+
+    code: dict[Program, dict[str, Loop]] = {}
+    for program in programs:
+        direction, mask, *sizes = program
+        run = partial(one_pass, _ours(mask) if who == "ours" else _splash(*sizes))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            jax.jit(run).lower(q, k, k, *[q] * (direction == "backward")).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if who == "ours" or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            continue
+        code[program] = {
+            match[1]: parse(path.read_text())
+            for path in folder.glob("*-final_bundles.txt")
+            if "analysis" not in path.name
+            # Programs of a backward run the forward, too.
+            and (direction == "forward") == ("fwd" in path.name)
+            and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
         }
-        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        with patch.dict(os.environ, environment), pool:
-            pool.submit(compile_all, folder, topology, who, programs).result()
-        found = {
-            program: {
-                match[1]: parse(path.read_text())
-                for path in (folder / str(n)).glob("*-final_bundles.txt")
-                if "analysis" not in path.name
-                # Programs of a backward run the forward, too.
-                and (program.direction == "forward") == ("fwd" in path.name)
-                and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
-            }
-            for n, program in enumerate(programs)
-            if (folder / str(n)).exists()
-        }
-    assert all(found.values()), f"a kernel was not dumped for {topology}, {who}"
-    return found
+        assert code[program], f"no kernel was dumped for {topology}, {program}"
+    return code
 
 
 class Branch(NamedTuple):
@@ -223,38 +239,6 @@ def of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
     return of_kinds(inside, products) if inside and wraps else outer
 
 
-def compile_all(folder: Path, topology: str, who: str, programs: list[Program]) -> None:
-    """Compile programs for one device of a topology, and keep the dumps of those that fit."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
-    q, k = (
-        jax.ShapeDtypeStruct((1, heads, LENGTH, DIM), jnp.bfloat16, sharding=sharding)
-        for heads in (HEADS, KV_HEADS)
-    )
-
-    def one_pass(attend: Any, q: Any, k: Any, v: Any, *dout: Any) -> Any:
-        out, pull = jax.vjp(attend, q, k, v)
-        return pull(*dout) if dout else out
-
-    now = folder / "now"
-    for n, (direction, mask, *sizes) in enumerate(programs):
-        run = partial(one_pass, _ours(mask) if who == "ours" else _splash(*sizes))
-        shutil.rmtree(now, ignore_errors=True)
-        now.mkdir()
-        try:
-            jax.jit(run).lower(q, k, k, *[q] * (direction == "backward")).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if who == "ours" or "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            continue
-        now.rename(folder / str(n))
-
-
 def _ours(mask: str) -> Any:
     from ring_jax_tpu import ring_attention
 
@@ -269,7 +253,6 @@ def _ours(mask: str) -> Any:
 
 
 def _splash(q: int, k: int) -> Any:
-    import jax
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     blocks = splash.BlockSizes(
@@ -295,6 +278,10 @@ def main(options: Any) -> int:
         f"K = {KV_HEADS}, D = {DIM}, bfloat16"
     )
     report = Report(options, {})
-    for topology in watched(options.topology, len(options.topology), "topology"):
-        report.add(*measure(topology))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "dumped")
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{dump} --xla_jf_dump_llo_pass_label_regex=final_bundles"
+        for topology in watched(options.topology, len(options.topology), "topology"):
+            report.add(*measure(topology, folder))
     return 0

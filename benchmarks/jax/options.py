@@ -31,14 +31,23 @@ from benchmarks.common.cases import (
     windowed,
 )
 from benchmarks.common.harness import Errors, Run
-from benchmarks.jax.scaling import Attend, both, cudnn, exact, kernel, random_arrays, seconds
+from benchmarks.jax.scaling import (
+    Attend,
+    both,
+    calls_of,
+    cudnn,
+    exact,
+    milliseconds,
+    on_one,
+    program_of,
+    random_arrays,
+)
 from ring_core import Mask
 from ring_jax.tools.doctor import versions
 
-TURN = 0.03  # seconds of calls in a turn
 WINDOW, DOCUMENTS = 1024, 16
 METHODS: dict[str, Attend] = {
-    OURS: kernel, "triton": partial(kernel, name="triton"), "cudnn": cudnn,
+    OURS: on_one, "triton": partial(on_one, name="triton"), "cudnn": cudnn,
 }  # fmt: skip
 
 
@@ -65,11 +74,11 @@ def inputs(row: Row, length: int) -> list[Any]:
 
 
 def run_of(row: Row, x: Sequence[Any], way: str, rival: Rival) -> Run:
-    """Return a method's compiled run of a pass."""
-    arguments = x if way == "both" else x[:-1]
+    """Return a method's compiled run of a pass, which has run once."""
     attend = partial(METHODS[rival.method], **options_of(row.of(rival), x[0].shape[1]))
-    function = partial(both, attend) if way == "both" else attend
-    return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
+    run = program_of(attend, way, x)
+    jax.block_until_ready(run())
+    return run
 
 
 def errors(row: Row) -> Errors:
@@ -95,14 +104,7 @@ def measured(row: Row, length: int, count: int) -> dict[str, Any]:
     lowered = jax.jit(partial(METHODS[OURS], **options_of(row, length))).lower(*x[:-1])
     taken = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
 
-    def milliseconds(run: Run, calls: int) -> float:
-        jax.block_until_ready(run())  # what follows finds the queue empty, and a GPU that is awake
-        return 1e3 * seconds(run, calls) / calls
-
-    def calls(run: Run) -> int:  # that fill a turn
-        return max(1, round(TURN * 1e3 / milliseconds(run, 1)))
-
-    rounds = partial(harness.take_turns, count=count, calls_of=calls, time_of=milliseconds)
+    rounds = partial(harness.take_turns, count=count, calls_of=calls_of, time_of=milliseconds)
     # Compiled in parallel: cuDNN and Triton take seconds for each.
     with ThreadPoolExecutor(len(METHODS)) as pool:
         timed = harness.timed_row(row, errors(row), partial(run_of, row, x), rounds, pool.map)

@@ -34,6 +34,7 @@ from benchmarks.common import harness
 from benchmarks.common.cases import (
     CAUSAL,
     JAX_SETTINGS,
+    PASSES,
     SCALING_GATE,
     WRONG,
     K,
@@ -41,7 +42,7 @@ from benchmarks.common.cases import (
     mask_of,
 )
 from benchmarks.common.harness import Run, attempted
-from ring_core import Layout, LayoutSpec, Mask, balanced_layout
+from ring_core import Layout, LayoutName, Mask
 from ring_core.tools.bench import watched
 from ring_jax.tools.doctor import versions
 
@@ -57,7 +58,7 @@ Implementation = Literal["xla", "cudnn"]  # the first for tests without a GPU
 Part = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
 
 
-def kernel(
+def on_one(
     q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, name: str = "auto", **options: Any
 ) -> Any:
     """Run our kernels on one device, those that ``auto`` takes or of a name."""
@@ -79,7 +80,7 @@ def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
 def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, **options: Any) -> Any:
     """Compute attention by its definition, or with options by the kernel ``xla``, in float32."""
     if options:
-        return kernel(q, k, v, bias, mask=mask, name="xla", **options)
+        return on_one(q, k, v, bias, mask=mask, name="xla", **options)
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[3] ** -0.5
     scores = scores if bias is None else scores + bias
@@ -93,6 +94,12 @@ def both(attend: Attend, *arrays: Any) -> Any:
     *x, dout = arrays
     out, pull = jax.vjp(attend, *x)
     return (out, *pull(dout.astype(out.dtype)))
+
+
+def program_of(attend: Attend, way: str, x: Sequence[Any]) -> partial[Any]:
+    """Return a pass that is compiled for its inputs, the last of which is ``dout``."""
+    function, arguments = (partial(both, attend), x) if way == "both" else (attend, x[:-1])
+    return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
 
 
 def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:
@@ -123,22 +130,16 @@ class Method(NamedTuple):
     """An attention method over a mesh, for a mask."""
 
     attend: Attend  # of q, k and v over all devices, in the order of the layout
-    layout: LayoutSpec = "zigzag"  # the order of tokens over devices
+    layout: LayoutName = "zigzag"  # the order of tokens over devices
     chosen: Callable[..., dict[str, str]] = lambda *_: {}  # what `auto` takes, if it is ours
 
 
 Maker = Callable[[Mesh, Mask, int], Method]  # the last is the number of tokens
 
 
-def ours(
-    mesh: Mesh, mask: Mask, seq_len: int, *, strategy: Any = "ring", chunks: bool = False,
-    kernel: str = "auto",
-) -> Method:  # fmt: skip
-    """Return ``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask."""
-    layout: LayoutSpec = (
-        balanced_layout(mask, seq_len=seq_len, cp_size=mesh.size) if chunks else "zigzag"
-    )
-    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, layout=layout)
+def ours(mesh: Mesh, mask: Mask, _: int, *, strategy: Any = "ring", kernel: str = "auto") -> Method:
+    """Return ``ring_jax`` over the zigzag layout."""
+    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, layout="zigzag")
     attend = partial(cp.attention, mask=mask, kernel=kernel, strategy=strategy)
 
     def chosen(*qkv: Any) -> dict[str, str]:
@@ -146,16 +147,15 @@ def ours(
         lines = re.findall(r"^(strategy|kernel) (\w+)", text, re.MULTILINE)
         return {key.replace("strategy", "auto"): name for key, name in reversed(lines)}
 
-    return Method(attend, layout, chosen)
+    return Method(attend, chosen=chosen)
 
 
 def one(_: Mesh, mask: Mask, _seq_len: int, *, kernel: str = "auto") -> Method:
     """Return attention over the whole sequence on one GPU."""
-    run = partial(ring_jax_gpu.ring_attention, axis_name=None, mask=mask, kernel=kernel)
-    return Method(run, "contiguous")
+    return Method(partial(on_one, mask=mask, name=kernel), "contiguous")
 
 
-def _over(mesh: Mesh, local: Attend, layout: LayoutSpec = "zigzag") -> Method:
+def _over(mesh: Mesh, local: Attend, layout: LayoutName = "zigzag") -> Method:
     spec = PartitionSpec(None, AXIS)
     whole = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return Method(whole, layout)
@@ -261,16 +261,9 @@ def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) ->
 METHODS: dict[str, Maker] = {
     "one": one, "ring": ours, "gather": partial(ours, strategy="gather"),
     "ulysses": partial(ours, strategy="ulysses"),
-    "ring, chunks": partial(ours, chunks=True),
-    "gather, chunks": partial(ours, strategy="gather", chunks=True),
     "all-gather cudnn": partial(all_gather, implementation="cudnn"),
     "zigzag cudnn": partial(zigzag, implementation="cudnn"),
 }  # fmt: skip
-
-
-def sharding_of(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of tokens over the GPUs of a mesh."""
-    return NamedSharding(mesh, PartitionSpec(None, AXIS))
 
 
 def _part(q: Any, k: Any, v: Any, by: Implementation, *, is_causal: bool = False) -> Part:
@@ -278,9 +271,7 @@ def _part(q: Any, k: Any, v: Any, by: Implementation, *, is_causal: bool = False
 
     ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient.
     """
-    out, lse = ring_jax_gpu.ring_attention(
-        q, k, v, axis_name=None, causal=is_causal, kernel=by, return_lse=True
-    )
+    out, lse = on_one(q, k, v, mask=Mask(causal=is_causal), name=by, return_lse=True)
     return out.astype("float32"), lse.swapaxes(1, 2)
 
 
@@ -291,13 +282,13 @@ def _merged(a: Part, b: Part) -> Part:
     return out, lse
 
 
-def _calls(run: Run) -> int:
+def calls_of(run: Run) -> int:
     """Return how many calls fill a turn; the run has been called before."""
     once = seconds(run)
     return 1 if once > SLOW else max(2, min(60, int(TURN / max(once, 1e-5))))
 
 
-def _milliseconds(run: Run, calls: int) -> float:
+def milliseconds(run: Run, calls: int) -> float:
     """Return milliseconds per call.
 
     A GPU's clock changes with its warmth, so a turn begins with a rest, and no run begins at the
@@ -316,68 +307,59 @@ def rows_of_setting(
         name: {"gpus": mesh.size, "setting": setting.name, "method": name} for name in names
     }
 
+    def sharding(mesh: Mesh) -> NamedSharding:  # of tokens
+        return NamedSharding(mesh, PartitionSpec(None, AXIS))
+
     @cache
     def arrays(length: int, mesh: Mesh) -> list[Any]:  # q, k, v and dout, split over a mesh
         make = partial(random_arrays, [(1, length, *x) for x in setting.shapes], 1)
-        return list(jax.jit(make, out_shardings=sharding_of(mesh))())
+        return list(jax.jit(make, out_shardings=sharding(mesh))())
 
     short = arrays(GATE_LENGTH, mesh_of(1))
     defined = partial(exact, mask=mask_of(setting.mask, GATE_LENGTH))
     wide = [x.astype("float32") for x in short[:3]]
     expected = jax.device_get(jax.jit(partial(both, defined))(*wide, short[3]))
 
-    def compiled(name: str) -> tuple[Any, dict[str, float], dict[str, Any]]:
-        """Return a method, its errors at 2,048 tokens, and programs of both passes."""
-        split = sharding_of(meshes[name])
+    def compiled(name: str) -> tuple[dict[str, float], dict[str, partial[Any]]]:
+        """Return a method's errors at 2,048 tokens, and its programs of both passes with inputs."""
         gate, method = (
             METHODS[name](meshes[name], mask_of(setting.mask, length), length)
             for length in (GATE_LENGTH, setting.seq_len)
         )
         layout = Layout(gate.layout, GATE_LENGTH, meshes[name].size)
-        order = np.concatenate([layout.positions(rank) for rank in range(meshes[name].size)])
-        inputs = [jax.device_put(x[:, order], split) for x in short]
+        order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
+        inputs = jax.device_put([x[:, order] for x in short], sharding(meshes[name]))
         results = jax.jit(partial(both, gate.attend))(*inputs)
         errors = {
             key: float(np.abs(np.asarray(x, np.float32) - y[:, order]).max())
             for key, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
         }
-        shapes = [
-            jax.ShapeDtypeStruct((1, setting.seq_len, *x), jnp.bfloat16, sharding=split)
-            for x in setting.shapes
-        ]
-        return method, errors, {
-            "forward": jax.jit(method.attend).lower(*shapes[:3]).compile(),
-            "both": jax.jit(partial(both, method.attend)).lower(*shapes).compile(),
-        }  # fmt: skip
-
-    def first_run(name: str) -> dict[str, Run]:
-        method, _, programs = entrants[name]
         x = arrays(setting.seq_len, meshes[name])
         rows[name] |= method.chosen(*x[:3])
-        passes: dict[str, Run] = {
-            way: partial(program, *x[: 4 if way == "both" else 3])
-            for way, program in programs.items()
-        }
-        for run in passes.values():
-            jax.block_until_ready(run())
-        return passes
+        return errors, {way: program_of(method.attend, way, x) for way in PASSES}
 
+    def first_run(name: str) -> dict[str, partial[Any]]:
+        programs: dict[str, partial[Any]] = entrants[name][1]
+        for run in programs.values():
+            jax.block_until_ready(run())
+        return programs
+
+    attempted({*meshes.values()}, partial(arrays, setting.seq_len))  # before threads ask for them
     entrants = attempted(names, compiled, pool.map)
     for name, entrant in entrants.items():
         if isinstance(entrant, str):
             yield rows.pop(name) | {"failed": entrant}
-        elif not max(entrant[1].values()) < WRONG:
-            yield rows.pop(name) | {"wrong": entrant[1]}
+        elif not max(entrant[0].values()) < WRONG:
+            yield rows.pop(name) | {"wrong": entrant[0]}
     passes = attempted([*rows], first_run)
     for name in [name for name, runs in passes.items() if isinstance(runs, str)]:
         yield rows.pop(name) | {"failed": passes.pop(name)}
     runs = {(name, way): run for name, of in passes.items() for way, run in of.items()}
     rounds = 3 if setting.seq_len > LONG else 5
-    took = harness.take_turns(runs, rounds, _calls, _milliseconds)
+    took = harness.take_turns(runs, rounds, calls_of, milliseconds)
     for name, row in rows.items():
-        _, errors, programs = entrants[name]
         # What XLA takes on a GPU for results and temporaries.
-        memory = {way: program.memory_analysis() for way, program in programs.items()}
+        memory = {way: run.func.memory_analysis() for way, run in passes[name].items()}
         times = {
             way: {
                 "ms": median(took[name, way]),
@@ -385,7 +367,7 @@ def rows_of_setting(
             }
             for way, x in memory.items()
         }
-        yield row | {"errors": errors} | setting.rates(times, meshes[name].size)
+        yield row | {"errors": entrants[name][0]} | setting.rates(times, meshes[name].size)
 
 
 @harness.command(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common.harness import Report, command
 from benchmarks.torch import described
@@ -80,23 +81,23 @@ class Call(NamedTuple):
         return {"row": name, "error": error} | ({} if error <= MOST_ERROR else wrong)
 
 
+def random(*shape: int) -> Tensor:
+    """Return random numbers in bfloat16."""
+    return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
+
+
 def call_of(row: Row, options: Any) -> Call:
     """Return a call with queries at the ends of requests, on scattered pages."""
     torch.manual_seed(0)
     lengths = [int(options.tokens * share) for share in row.shares]
     pages = [-(-length // row.page_size) for length in lengths]
-    order = torch.randperm(sum(pages), dtype=torch.int32, device="cpu")
-    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32, device="cpu")
-    for request, part in enumerate(order.split(pages)):
-        table[request, : len(part)] = part
-    shape = sum(pages), row.page_size, options.kv_heads, options.width
-    k, v = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for _ in range(2))
-    q = torch.randn(len(lengths), row.new, options.heads, options.width, device=DEVICE)
-    ends = torch.tensor(lengths, device="cpu")[:, None]
-    positions = ends + torch.arange(-row.new, 0, device="cpu")
-    keys = PagedKeys(k, v, table.to(DEVICE), 0, 1)
-    positions = positions.int().to(DEVICE)
-    return Call(q.to(torch.bfloat16), positions, keys, range(max(pages)), rules_of(options))
+    order = torch.randperm(sum(pages), dtype=torch.int32, device="cpu").to(DEVICE)
+    table = pad_sequence(order.split(pages), batch_first=True)
+    k, v = (random(sum(pages), row.page_size, options.kv_heads, options.width) for _ in range(2))
+    q = random(len(lengths), row.new, options.heads, options.width)
+    positions = positions_of(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), row.new)
+    keys = PagedKeys(k, v, table, 0, 1)
+    return Call(q, positions, keys, range(max(pages)), rules_of(options))
 
 
 def rules_of(options: Any) -> Rules:
@@ -158,14 +159,11 @@ def filled(options: Any, new: int) -> tuple[ContextParallel, KVCache, int, list[
         step = min(left, cache.page_size)
         for request in (first, second):
             cache.extend([request], step)
-            kv = torch.randn(2, 1, step, *sizes, device=DEVICE).to(torch.bfloat16)
-            cache.write(kv[0], kv[1], layer=0)
+            cache.write(random(1, step, *sizes), random(1, step, *sizes), layer=0)
         left -= step
     cache.extend([first], new)
-    heads = options.heads + 2 * options.kv_heads
-    qkv = torch.randn(1, new, heads, options.width, device=DEVICE).to(torch.bfloat16)
-    split = qkv.split([options.heads, *[options.kv_heads] * 2], dim=2)
-    return cp, cache, first, [x.contiguous() for x in split]
+    heads = options.heads, options.kv_heads, options.kv_heads
+    return cp, cache, first, [random(1, new, x, options.width) for x in heads]
 
 
 def measured_prefill(new: int, options: Any) -> dict[str, Any]:

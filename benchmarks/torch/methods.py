@@ -17,15 +17,15 @@ from torch.nn.functional import pad
 from ring_core import LayoutName, Mask, StrategyConfig, balanced_layout
 from ring_torch import ContextParallel
 
-Attend = Callable[..., Any]  # of q, k, v and, in rows that have them, sinks
+Attend = Callable[[Tensor, Tensor, Tensor], Any]  # of q, k and v
 
 
 class Method(NamedTuple):
     """An attention method: a function that autograd differentiates, and how it runs.
 
     Attributes:
-        attend: Returns ``out`` of q, k, v and, in rows that have them, sinks.
-        parameters: Tensors that get gradients beside the arguments.
+        attend: Returns ``out`` of q, k and v.
+        parameters: Tensors that get gradients beside the arguments, as sinks.
         shard: Cuts a rank's slice ``[B, T_local, heads, D]`` out of ``[B, T, heads, D]``.
         around: Makes the context in which forward and backward both run.
         chosen: Returns what Ring takes of the same arguments, as ``gather/symm_mem``.
@@ -42,18 +42,19 @@ class Method(NamedTuple):
     layers: int = 1
     in_graph: bool = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output, without gradients."""
         with torch.no_grad():
             for _ in range(self.layers):
-                q = self.attend(q, k, v, *sinks)
+                q = self.attend(q, k, v)
         return q
 
-    def both(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *sinks: Tensor) -> list[Tensor]:
-        """Return ``[out, dq, dk, dv]``, then gradients of sinks, other layers and parameters."""
+    def both(self, *x: Tensor) -> list[Tensor]:
+        """Return ``[out, dq, dk, dv]`` of q, k, v and dout, then other layers' and parameters'."""
+        q, k, v, dout = x
         out, leaves = q, [q]
         for n in range(self.layers):
-            of_layer = [x.detach().requires_grad_() if n else x for x in (k, v, *sinks)]
+            of_layer = [x.detach().requires_grad_() if n else x for x in (k, v)]
             out = self.attend(out, *of_layer)
             leaves += of_layer
         return [out.detach(), *torch.autograd.grad(out, [*leaves, *self.parameters], dout)]
@@ -263,19 +264,21 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def method(name: str, mask: Mask, seq_len: int) -> Method:
+def method(name: str, mask: Mask, seq_len: int, *sinks: Tensor) -> Method:
     """Return a method by its name, as ``zigzag/fa4/gather/symm_mem/graph``, ``ulysses`` or ``one``.
 
     The layout ``chunks`` is balanced for the mask and the length; strategies are those of
     ``STRATEGIES``.
 
     Raises:
-        ValueError: It does not support this mask, or there is no such method.
+        ValueError: It does not support this mask, or sinks, or there is no such method.
     """
     *parts, end = name.split("/")
     if parts and end in ENDS:
-        return method("/".join(parts), mask, seq_len)._replace(**ENDS[end])
+        return method("/".join(parts), mask, seq_len, *sinks)._replace(**ENDS[end])
     if "/" not in name:
+        if sinks:
+            raise ValueError(f"{name} takes no sinks")
         return OTHERS[name](mask)
     if len(parts) != 3:
         ends = f"behind these one of {[*ENDS]}"
@@ -287,14 +290,12 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
     options: dict[str, Any] = {
         "kernel": parts[1], "strategy": STRATEGIES[parts[2]], "transport": end,
         "causal": mask.causal, "window": mask.window, "cu_seqlens": mask.cu_seqlens,
+        "sinks": sinks[0] if sinks else None,
     }  # fmt: skip
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Any:
-        return cp.attention(q, k, v, sinks=sinks, **options)
-
-    def chosen(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> str:
-        text = cp.explain(q, k, v, sinks=sinks, **options)
+    def chosen(*qkv: Tensor) -> str:
+        text = cp.explain(*qkv, **options)
         (choice,) = re.findall(r"^strategy (\w+), transport (\w+)", text, re.MULTILINE)
         return "/".join(choice)
 
-    return Method(attend, shard=cp.shard, chosen=chosen)
+    return Method(partial(cp.attention, **options), sinks, cp.shard, chosen=chosen)

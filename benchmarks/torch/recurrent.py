@@ -43,18 +43,16 @@ MOST_ERROR = 0.02  # of results in 16 bits, relative to their norms
 class Group:
     """A layer over ranks that this process emulates, one after the other.
 
-    What ranks gather is recorded in a first run of each pass, and given back when work is timed.
+    What ranks gather is recorded first, and given back when work is timed.
     """
 
     def __init__(
         self, kernel: Kernel, library: str, inputs: Sequence[Tensor], grad: Tensor, size: int
     ) -> None:
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
-        spread = Layout("zigzag", seq_len=inputs[0].shape[1], cp_size=size)
+        layout = Layout("zigzag", seq_len=inputs[0].shape[1], cp_size=size)
         self.kernel, self.size = kernel, size
-        self.positions = [
-            torch.from_numpy(spread.positions(rank)).to(grad.device) for rank in range(size)
-        ]
+        self.positions = [torch.tensor(layout.positions(n)).to(grad.device) for n in range(size)]
         pairs = [*zip(inputs, kernel.fills, strict=True)]  # without a fill all tokens share it
         self.inputs = [
             [x if fill is None else x[:, at].contiguous() for x, fill in pairs]
@@ -66,27 +64,27 @@ class Group:
             RecurrentCall(x, "zigzag", kernel, None, None, dtype, False, False, True, 0, library)
             for x in ranks
         ]
-        self.gathered: dict[str, Tensor] = {}  # what all ranks send in a pass, once that is known
         self.way = "forward"  # the pass under way
-        for run in (self.forward, self.both):
-            self.sent: list[Tensor] = []  # by rank
+        self.sent: dict[tuple[str, int], Tensor] = {}  # by pass and rank
+        self.gathered: dict[str, Tensor] = {}  # what all ranks send in a pass
+        # What ranks send backward follows from what they gathered forward, and results from both.
+        for _ in range(3):
             with self.without_messages():
-                for rank in range(size):
-                    run(rank)
-            if size > 1:
-                self.gathered[self.way] = torch.stack(self.sent)
+                self.parts = [self.both(rank) for rank in range(size)]
+            self.gathered = {
+                way: torch.stack([self.sent[way, rank] for rank in range(size)])
+                for way in ("forward", "backward")
+            }
 
     @contextmanager
     def without_messages(self) -> Iterator[None]:
         """Let calls inside agree without a word, and gather what was recorded."""
 
         def gather(call: RecurrentCall, sent: Tensor) -> Tensor:
-            if call.ranks.size == 1:
-                return sent[None]
-            if self.way in self.gathered:
-                return self.gathered[self.way]
-            self.sent.append(sent)
-            return sent.new_zeros(call.ranks.size, *sent.shape)
+            self.sent[self.way, call.ranks.rank] = sent
+            if self.way not in self.gathered:
+                return sent.new_zeros(call.ranks.size, *sent.shape)
+            return self.gathered[self.way]
 
         with (
             patch.object(calls, "agree_on_call", lambda *_: None),
@@ -96,25 +94,20 @@ class Group:
         ):
             yield
 
-    def forward(self, rank: int) -> calls.Results:
-        """Run a rank's forward."""
-        self.way = "forward"
-        return self.calls[rank].forward(None, self.inputs[rank])
-
-    def both(self, rank: int) -> tuple[Tensor, ...]:
-        """Run a rank's forward and backward; return its outputs and gradients."""
-        done = self.forward(rank)
+    def both(self, rank: int) -> tuple[calls.Results, tuple[Tensor, ...]]:
+        """Run a rank's forward and backward; return its results and gradients."""
+        call, inputs, self.way = self.calls[rank], self.inputs[rank], "forward"
+        done = call.forward(None, inputs)
         self.way = "backward"
-        _, grads = self.calls[rank].backward(
-            None, self.inputs[rank], done.entries, done.transitions, self.grads[rank], done.final
+        _, grads = call.backward(
+            None, inputs, done.entries, done.transitions, self.grads[rank], done.final
         )
-        return done.out, *grads
+        return done, grads
 
     def results(self) -> list[Tensor]:
         """Return the whole outputs and gradients, joined from all ranks."""
-        with self.without_messages():
-            parts = [self.both(rank) for rank in range(self.size)]
         order = torch.cat(self.positions).argsort()
+        parts = ((done.out, *grads) for done, grads in self.parts)
         return [  # of what ranks share each has its part of the gradient
             torch.stack(of_ranks).sum(0) if fill is None else torch.cat(of_ranks, dim=1)[:, order]
             for fill, *of_ranks in zip([0, *self.kernel.fills], *parts, strict=True)
@@ -122,16 +115,15 @@ class Group:
 
     def figures(self, repeats: int) -> dict[str, Any]:
         """Return each rank's milliseconds, the most bytes that a forward keeps, and bytes sent."""
-        kept = 0
         with self.without_messages():
             ms = [median_ms(partial(self.both, n), repeats, kernel_ms) for n in range(self.size)]
-            for rank, inputs in enumerate(self.inputs):
-                done = self.forward(rank)
-                tensors = done.out, done.entries, done.transitions, *inputs
-                kept = max(kept, sum(x.nbytes for x in tensors))
+        kept = [
+            sum(x.nbytes for x in (done.out, done.entries, done.transitions, *inputs))
+            for (done, _), inputs in zip(self.parts, self.inputs, strict=True)
+        ]
         _, forward, backward = self.calls[0].traffic(self.inputs[0])
         sent = {"forward": forward, "backward": backward}
-        return {"ms": ms, "sum_ms": sum(ms), "kept_bytes": kept, "sent_bytes": sent}
+        return {"ms": ms, "sum_ms": sum(ms), "kept_bytes": max(kept), "sent_bytes": sent}
 
 
 def kernel_ms(run: Callable[[], object]) -> float:

@@ -22,7 +22,7 @@ from benchmarks.common.cases import JAX_ROWS, Rival, Setting
 from benchmarks.common.harness import passing
 from benchmarks.common.pages import table
 from benchmarks.jax import options, scaling
-from benchmarks.jax.scaling import exact, kernel
+from benchmarks.jax.scaling import exact, on_one
 from ring_core.triton import tile_configs
 from ring_core.triton.tile_configs import Row
 from ring_jax_gpu import tune
@@ -199,14 +199,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     def refuses(*_: Any, mask: Any) -> Any:
         raise ValueError(f"no such head dims\nfor {mask}")
 
-    ring = partial(kernel, name="xla")
+    ring = partial(on_one, name="xla")
     ways = {"ring": ring, "triton": right, "cudnn": forgets_the_scale, "other": refuses}
     rivals = tuple(Rival(name, name) for name in ways if name != "ring")
     rows = tuple(
         replace(x, heads=4, kv_heads=2, dim=x.dim // 8, v_dim=x.v_dim // 8, rivals=rivals)
         for x in JAX_ROWS
     )
-    values = {"METHODS": ways, "JAX_ROWS": rows, "WINDOW": 20, "GATE_LENGTH": 96, "TURN": 0.001}
+    values = {"METHODS": ways, "JAX_ROWS": rows, "WINDOW": 20, "GATE_LENGTH": 96}
     replace_all(monkeypatch, options, values)
     return options
 
