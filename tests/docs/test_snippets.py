@@ -10,14 +10,15 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from pages import ROOT, Page, run
@@ -210,8 +211,14 @@ def run_command(line: str, folder: Path) -> None:
     (folder / "docs" / "images").mkdir(parents=True)
     _, _, package, *arguments = line.split()
     printed = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        assert import_module(f"{package}.tools.cli").main(arguments) == 0
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        patch.object(sys, "argv", [package, *arguments]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_module(package, run_name="__main__")
+    assert ended.value.code == 0
     assert printed.getvalue()
 
 
