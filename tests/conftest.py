@@ -49,9 +49,9 @@ PRELOADED = {
 }  # fmt: skip
 ON_ONE_GPU = "backends.on_one_gpu"
 #: Most workers of xdist whose ranks share a GPU. A worker keeps a pool of ranks of each world size,
-#: up to 18 ranks, and each rank a CUDA context of some 0.5 GB. With 14 workers all worlds of four
-#: ranks ran on an H200, and some of eight did not: 7 make as many processes of eight.
-MOST_ON_ONE_GPU = 7
+#: up to 18 ranks, and each rank a CUDA context of some 0.5 GB. On an H200 all worlds ran with four
+#: workers; with seven some of eight ranks found no memory.
+MOST_ON_ONE_GPU = 4
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 #: What JAX reads when it is imported.

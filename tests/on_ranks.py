@@ -63,9 +63,8 @@ def be_started(rank: int, ranks: int, port: int = 0) -> None:
     if port:
         dist.destroy_process_group()  # the program makes its own
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if port or ranks > 1:
-        os.environ |= {
-            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+    os.environ |= {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip

@@ -414,7 +414,8 @@ def learned(
         folder: Where checkpoints are written.
         checkpoint: Folder to resume from.
     """
-    be_started(rank, ranks)
+    if ranks > 1:
+        be_started(rank, ranks)
     is_plain, has_ddp = x.kind == "trainer", mesh is not None and mesh.startswith("DDP")
     cp = trained.context(2) if has_ddp else ContextParallel() if mesh == "none" else None
     patch = pytest.MonkeyPatch()

@@ -56,7 +56,8 @@ def run(
     rank: int, ranks: int, kind: str, owner: str, options: dict[str, Any], limit: float, folder: str
 ) -> Results:  # fmt: skip
     """Run with options; return numbers by name, or ``error`` and ``is refusal`` (by name)."""
-    be_started(rank, ranks)
+    if ranks > 1:
+        be_started(rank, ranks)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     # A data loader's workers are children, which daemons may not have.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

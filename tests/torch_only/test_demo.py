@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from on_ranks import be_started
 from pages import Page
+from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ring_torch.local import LocalRanks
@@ -228,7 +229,10 @@ OPTIONS = [
 
 def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str]:
     """Run the example as one of ``torchrun``'s processes; return its exit code and output."""
-    be_started(rank, ranks, port)
+    if ranks > 1:
+        be_started(rank, ranks, port)
+    else:
+        dist.destroy_process_group()
     os.environ["RING_CHECK"] = "1"
     printed = io.StringIO()
     with redirect_stdout(printed):
