@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import public_api
 import pytest
+from refused import refused
 
 from ring_core import ChunkLayout, KernelConfig, Mask, StrategyConfig
+from ring_core.base.arguments import FOREIGN_OPTIONS
 
 NAN, INF = float("nan"), float("inf")
 Values = Mapping[str, Any]
@@ -47,7 +49,8 @@ SIZE: Values = {
     "no hash": (8, []),
 }  # fmt: skip
 
-#: Values that are no number of steps, and none of rows.
+#: Values that are no size that a call needs, no number of steps, and none of rows.
+COUNT: Values = {**SIZE, "none": None}
 STEPS: Values = {n: x for n, x in SIZE.items() if n not in {"zero", "negative"}} | {"none": None}
 ROWS: Values = {n: x for n, x in SIZE.items() if n != "zero"} | {"none": None}
 
@@ -61,6 +64,11 @@ FILL: Values = {
 DIM: Values = {
     "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
     "list": [1], "huge": 2**70,
+}  # fmt: skip
+
+#: Wrong values of arguments of movements, by their names.
+MOVED: dict[str, Values] = {
+    "layout": LAYOUT, "to": LAYOUT, "dim": DIM, "pad": FLAG, "fill": FILL, "n": STEPS, "left": ROWS, "right": ROWS,
 }  # fmt: skip
 
 #: Values that are no probability, scale or bound.
@@ -112,6 +120,7 @@ OPTIONS: dict[str, Values] = {
 
 
 Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)  # shapes of a right call
+FEWER_KEYS = r"q has \d tokens but k \d: .*x\.transpose\(1, 2\).*mask=Mask\(causal=True\)"
 #: Makes zeros of a shape, and of a dtype by its name if it is not float32.
 Zeros = Callable[..., Any]
 
@@ -159,6 +168,25 @@ def wrong_tensors(
             "3 dimensions": zeros((1, 2, 4)),
         },
     }  # fmt: skip
+
+
+#: Right values of options that are known on the host, which are wrong as tensors.
+STATIC: dict[str, Any] = {
+    "seq_len": 8, "window": [1, 0], "chunk_size": 4, "mask": [[0.0] * 8] * 8,
+    **dict.fromkeys(("softmax_scale", "softcap", "dropout_p"), 0.5),
+    **dict.fromkeys(("causal", "deterministic", "return_lse"), True),
+    **dict.fromkeys(("kernel", "strategy", "transport"), 1),
+}  # fmt: skip
+
+
+def wrong_call(
+    tensors: dict[str, Values], tensor: Callable[[Any], Any], **more: Values
+) -> dict[str, Values]:
+    """Return wrong values of each argument of a call: of these tensors, and of all options."""
+    values = tensors | {name: x for name, x in OPTIONS.items() if name != "layout"}
+    for name, x in STATIC.items():
+        values[name] = {**values[name], "tensor": tensor(x)}
+    return values | {name: {**values[name], **x} for name, x in more.items()}
 
 
 def bad_calls(zeros: Zeros, array: str) -> dict[str, tuple[dict[str, Any], str]]:
@@ -308,6 +336,41 @@ def unlike_in_numpy(subject: Subject, argument: str) -> Iterator[str]:
             text = f"{type(error).__name__}: {error}"
         if text != expected:
             yield f"{argument} {value!r}: {text[:200]}, not {expected[:200]}"
+
+
+def refusals_of(
+    call: Callable[..., Any], right: Mapping[str, Any],
+    bad: Mapping[str, tuple[dict[str, Any], str]], calls: Iterable[Callable[..., Any]],
+) -> dict[str, Callable[..., None]]:  # fmt: skip
+    """Return the tests of a table of bad calls, and of calls with the same options, by name."""
+
+    @pytest.mark.parametrize("name", bad)
+    def test_bad_input(name: str) -> None:
+        arguments, message = bad[name]
+        refused(message, call, **{**right, **arguments})
+
+    @pytest.mark.parametrize("like", calls)
+    def test_options_of_other_libraries_are_refused_by_their_names_here(
+        like: Callable[..., Any],
+    ) -> None:
+        """Other names stay a type error."""
+        for name in FOREIGN_OPTIONS:
+            said = rf"no option is called {name}\. Instead: for {name}, "
+            refused(said, like, **right, **{name: None})
+        refused("nonsense", like, **right, nonsense=1, error=TypeError)
+
+    tests = test_bad_input, test_options_of_other_libraries_are_refused_by_their_names_here
+    return {test.__name__: test for test in tests}
+
+
+def entered(context: Callable[..., Any]) -> Callable[..., None]:
+    """Return a call that enters a context, which validates its argument then."""
+
+    def enter(every: Any) -> None:
+        with context(every):
+            pass
+
+    return enter
 
 
 def checks_of(

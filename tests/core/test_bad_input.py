@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import wrong
 from cases import diagonals
-from wrong import FLAG, KV, LAYOUT, NAME, NAN, OPTIONS, SIZE, Q, Subject, Values, checks_of
+from wrong import COUNT, FEWER_KEYS, FLAG, KV, LAYOUT, NAME, NAN, OPTIONS, SIZE, Q, Subject, Values
 
 import ring_core
 from ring_core import (
@@ -73,7 +73,7 @@ PREDICATES: Values = {
     "number": 3, "word": "causal", "mask": Mask(), "array": np.ones((8, 8), bool),
     "unhashable": type("Rule", (), {"__call__": lambda *_: True, "__hash__": None})(),
 }  # fmt: skip
-LENGTH: Values = {**SIZE, "none": None, "indivisible": 7}
+LENGTH: Values = {**COUNT, "indivisible": 7}
 CAUSAL = Mask(causal=True)
 plan = make_plan(CAUSAL, seq_len=8, cp_size=2, layout="zigzag")
 program = ring_program(plan)
@@ -105,7 +105,6 @@ PREDICATE_MASKS: Values = {
 }
 model = Model(4, 2, 16)
 inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
-NUMBER: Values = {**SIZE, "none": None}
 PADDED = without(LENGTH, "none")
 SHORT = {"cu_seqlens": Mask(cu_seqlens=(0, 7))}
 #: Wrong values of the arguments that several functions have, by their names.
@@ -119,7 +118,7 @@ BY_NAME: dict[str, Values] = {
     **dict.fromkeys(
         ("cp_size", "rings", "tokens", "hidden_size", "width", "num_q_heads", "num_kv_heads",
          "head_dim", "bytes_per_element"),
-        NUMBER,
+        COUNT,
     ),
     "plan": PLAN, "program": PROGRAM, "layout": LAYOUT, "seq_len": LENGTH, "kv_seq_len": PADDED,
     "model": {"none": None, "word": "llama"}, "strategy": NAME, "precision": NAME, "outer": NAME,
@@ -130,7 +129,7 @@ BY_NAME: dict[str, Values] = {
 row = partial(wrong.subject, BY_NAME)
 PLANNED: dict[str, Any] = {"mask": Mask(), "seq_len": 8, "cp_size": 2, "layout": "zigzag"}
 SENT: dict[str, Any] = {"plan": plan, "model": model, "strategy": "ring"}
-OF_A_RING: Values = {**NUMBER, "of a ring": 2}
+OF_A_RING: Values = {**COUNT, "of a ring": 2}
 POINTS = {key: [0] for key in ("batch", "heads", "queries", "keys")}
 SUBJECTS: dict[str, Subject] = {
     "ring_core.Mask": row(
@@ -152,8 +151,8 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.gather_program": row(core.gather_program, {"plan": plan, "rank": 0}),
     "ring_core.longest_gather": row(core.longest_gather, {"plan": plan}),
     "ring_core.head_plan": row(
-        core.head_plan, {"q_heads": 4, "kv_heads": 2, "ranks": 2}, q_heads={**NUMBER, "odd": 5},
-        kv_heads={**NUMBER, "no divisor": 3}, ranks={**NUMBER, "more than heads": 5},
+        core.head_plan, {"q_heads": 4, "kv_heads": 2, "ranks": 2}, q_heads={**COUNT, "odd": 5},
+        kv_heads={**COUNT, "no divisor": 3}, ranks={**COUNT, "more than heads": 5},
     ),
     "ring_core.RingProgram.table": row(program.table, {"step": 0}),
     **{
@@ -196,12 +195,12 @@ SUBJECTS: dict[str, Subject] = {
         seed={**OPTIONS["dropout_seed"], "none": None},
     ),
     "ring_core.cost.Model": row(
-        Model, {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}, batch=NUMBER
+        Model, {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}, batch=COUNT
     ),
     "ring_core.cost.bytes_sent": row(bytes_sent, SENT, tile=OF_A_RING),
     "ring_core.cost.bytes_by_link": row(
         bytes_by_link, SENT | {"ranks_per_host": 1}, tile=OF_A_RING,
-        ranks_per_host={**NUMBER, "more than ranks": 4},
+        ranks_per_host={**COUNT, "more than ranks": 4},
     ),
     "ring_core.viz.describe": row(describe, {"program": program}),
     "ring_core.viz.plot": row(
@@ -223,7 +222,7 @@ FOR_BACKENDS = {
 
 
 MODULES = ("ring_core", *(f"ring_core.{x}" for x in ("cost", "philox", "reference", "viz")))
-globals().update(checks_of(SUBJECTS, MODULES, FOR_BACKENDS))
+globals().update(wrong.checks_of(SUBJECTS, MODULES, FOR_BACKENDS))
 
 
 def ours(*, mask: object = None, causal: bool = False) -> tuple[object, bool]:
@@ -240,7 +239,6 @@ def test_names_of_other_libraries_are_refused_by_the_name_here() -> None:
 
 
 EIGHT, SIX = np.ones((1, 8, 2, 4)), np.ones((1, 6, 2, 4))
-FEWER_KEYS = r"q has 8 tokens but k 6: .*x\.transpose\(1, 2\).*mask=Mask\(causal=True\)"
 
 
 def planned(mask: Any = CAUSAL, **sizes: Any) -> Any:

@@ -14,26 +14,24 @@ import pytest
 import wrong
 from jax_meshes import close, context, in_ring, mesh_of, random
 from refused import refused
-from wrong import KV, NAME, OPTIONS, SIZE, Q, Subject, Values, bad_calls, subject
+from wrong import COUNT, KV, NAME, OPTIONS, Q, Subject, Values
 
 import ring_jax
-from ring_core import Mask, UnsupportedError, reference
-from ring_core.base.arguments import FOREIGN_OPTIONS
+from ring_core import Mask, reference
 from ring_jax import ContextParallel, KernelConfig, Segments, compat, flax, nn, ring_attention
 from ring_jax.dropout import seed_words
 
-
-def arrays(**replaced: Any) -> dict[str, Any]:
-    """Return valid arguments with some replaced."""
-    good = {"q": jnp.zeros(Q), "k": jnp.zeros(KV), "v": jnp.zeros(KV), "axis_name": None}
-    return good | replaced
+zeros = jnp.zeros
+inputs: dict[str, Any] = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
+ALONE = {"axis_name": None}
+attention = partial(ring_attention, axis_name=None)
 
 
 def ids(*shape: int) -> jax.Array:
-    return jnp.zeros(shape, jnp.int32)
+    return zeros(shape, jnp.int32)
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = bad_calls(jnp.zeros, "jax.Array") | {
+BAD: dict[str, tuple[dict[str, Any], str]] = wrong.bad_calls(zeros, "jax.Array") | {
     "not an array": ({"k": [1.0]}, "k must be a jax.Array, got list"),
     "cu_seqlens as an array": ({"cu_seqlens": jnp.array([0, 8])}, "cu_seqlens must be known when the call is traced"),
     "ids dtype": ({"segment_ids": jnp.zeros((2, 8), jnp.uint32)}, "segment_ids must be int32, .* got uint32"),
@@ -44,31 +42,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = bad_calls(jnp.zeros, "jax.Array") |
     "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, xla"),
     "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ring"),
     "axis": ({"axis_name": "cp"}, "axis_name 'cp' is not a mesh axis here; call this inside"),
+    "kernels": ({"kernel": KernelConfig(fused_backward=True)}, "no kernel can do this call. triton: needs .* xla: has no choice of fused"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    replaced, message = BAD[name]
-    refused(message, ring_attention, **arrays(**replaced))
+CP = context(layout="contiguous")
+CALLS = attention, CP.attention, CP.explain
+globals().update(wrong.refusals_of(attention, inputs, BAD, CALLS))
 
 
 def test_gradient_of_slopes_is_refused() -> None:
     def loss(slopes: jax.Array) -> Any:
-        return ring_attention(**arrays(alibi_slopes=slopes)).sum()
+        return attention(**inputs, alibi_slopes=slopes).sum()
 
     loss(jnp.ones(4))
     refused("alibi_slopes have no gradient", jax.grad(loss), jnp.ones(4))
-    others = jax.grad(lambda q: ring_attention(**arrays(q=q, alibi_slopes=jnp.ones(4))).sum())
-    assert others(jnp.zeros(Q)).shape == Q
-
-
-def test_auto_names_all_reasons_when_nothing_fits() -> None:
-    with pytest.raises(
-        UnsupportedError,
-        match=r"no kernel can do this call. triton: needs .* xla: has no choice of fused",
-    ):
-        ring_attention(**arrays(kernel=KernelConfig(fused_backward=True)))
+    others = jax.grad(lambda q: attention(**inputs | {"q": q}, alibi_slopes=jnp.ones(4)).sum())
+    assert others(zeros(Q)).shape == Q
 
 
 def test_context_parallel() -> None:
@@ -113,10 +101,7 @@ def test_seeds(*, x64: bool) -> None:
             assert low + (high << 32) == int(array)
 
 
-CP = context(layout="contiguous")
 EIGHT, SIX = random(1, 8, 2, 4, seed=8), random(1, 6, 2, 4, seed=6)
-FEWER_KEYS = r"q has \d tokens but k \d: .*x\.transpose\(1, 2\).*mask=Mask\(causal=True\)"
-attention = partial(ring_attention, axis_name=None)
 
 
 def sharded(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -132,7 +117,7 @@ OURS: dict[str, Callable[..., Any]] = {
 def test_causal_with_fewer_keys_is_refused(call: Callable[..., Any]) -> None:
     shown = jnp.ones((4 if call is sharded else 8, 6), bool)
     for run in (partial(call, causal=True), jax.jit(partial(call, causal=True, mask=shown))):
-        refused(FEWER_KEYS, run, EIGHT, SIX, SIX)
+        refused(wrong.FEWER_KEYS, run, EIGHT, SIX, SIX)
 
 
 RULE = Mask(causal=True)
@@ -157,8 +142,8 @@ def test_a_causal_mask_with_fewer_keys_keeps_the_rule(call: Callable[..., Any]) 
 def test_what_is_bound_to_an_adapter_is_refused_by_name() -> None:
     attend = nn.make_dot_product_attention(CP.attention)
     refused(r"bind mask=ring_core\.Mask\(causal=True\)", attend, EIGHT, SIX, SIX, is_causal=True)
-    with pytest.raises(ValueError, match="for is_causal, use causal"):
-        flax.make_attention_fn(partial(CP.attention, is_causal=True))
+    bound = partial(CP.attention, is_causal=True)
+    refused("for is_causal, use causal", flax.make_attention_fn, bound)
 
 
 NAMED: dict[str, Callable[..., Any]] = {
@@ -166,22 +151,13 @@ NAMED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("call", [attention, CP.attention, CP.explain])
-@pytest.mark.parametrize("name", FOREIGN_OPTIONS)
-def test_options_of_other_libraries_are_refused_by_their_names_here(
-    name: str, call: Callable[..., Any]
-) -> None:
-    with pytest.raises(ValueError, match=rf"no option is called {name}\. Instead: for {name}, "):
-        call(EIGHT, EIGHT, EIGHT, **{name: None})
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_a_misspelt_option_is_named_with_the_function_that_was_called(name: str) -> None:
     """Methods pass options on to a record, whose own error would name it."""
     said = rf"^{name}\(\) got an unexpected keyword argument 'sofcap'. Did you mean 'softcap'\?"
     refused(said, NAMED[name], EIGHT, EIGHT, EIGHT, sofcap=1.0, error=TypeError)
-    with pytest.raises(TypeError, match=rf"^{name}\(\) .* argument 'xyz'$"):
-        NAMED[name](EIGHT, EIGHT, EIGHT, softcap=1.0, xyz=2)
+    said = rf"^{name}\(\) .* argument 'xyz'$"
+    refused(said, NAMED[name], EIGHT, EIGHT, EIGHT, softcap=1.0, xyz=2, error=TypeError)
 
 
 IDS: Any = np.array([[0] * 4 + [1] * 3 + [7]])
@@ -200,19 +176,15 @@ WITH_IDS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
 @pytest.mark.parametrize("call", WITH_IDS)
-def test_ids_that_int32_does_not_hold(call: str, dtype: str) -> None:
-    with pytest.raises(ValueError, match=rf"must be int32, or integers that it holds, got {dtype}"):
-        WITH_IDS[call](IDS.astype(dtype))
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint16"])
-@pytest.mark.parametrize("call", WITH_IDS)
-def test_ids_that_it_holds(call: str, dtype: str) -> None:
+def test_ids_are_those_that_int32_holds(call: str) -> None:
+    for dtype in ("int64", "uint64", "uint32"):
+        said = f"must be int32, or integers that it holds, got {dtype}"
+        refused(said, WITH_IDS[call], IDS.astype(dtype))
     right = attention(*SAME, segment_ids=jnp.asarray(RIGHT))
-    for array in (IDS.astype(dtype), jnp.asarray(IDS, dtype)):
-        close(WITH_IDS[call](array), right)
+    for dtype in ("int8", "uint16"):
+        for array in (IDS.astype(dtype), jnp.asarray(IDS, dtype)):
+            close(WITH_IDS[call](array), right)
 
 
 def test_ids_of_64_bits_that_are_traced() -> None:
@@ -300,32 +272,19 @@ def bad_arrays(*shape: int) -> Values:
     }  # fmt: skip
 
 
-zeros = jnp.zeros
 TENSORS = wrong.wrong_tensors(zeros, bad_arrays, "uint32")
-#: Options that are static, as arrays.
-ARRAYS: dict[str, Any] = {
-    "seq_len": 8, "window": (jnp.array(1), 0), "chunk_size": 4, "cu_seqlens": [0, 8], "mask": zeros((8, 8)),
-    **dict.fromkeys(("softmax_scale", "softcap", "dropout_p"), 0.5),
-    **dict.fromkeys(("causal", "deterministic", "return_lse"), True),
-    **dict.fromkeys(("kernel", "strategy", "transport"), 1),
-}  # fmt: skip
-OPTION_ARRAYS: dict[str, Values] = {
-    **{n: {"jax": x if isinstance(x, tuple) else jnp.array(x)} for n, x in ARRAYS.items()},
-    "dropout_seed": {"floats": jnp.array(0.5), "flags": jnp.array(True), "two": zeros(2, "int32"), "three": zeros(3, "int32"),
+CALL = wrong.wrong_call(
+    TENSORS, jnp.array, window={"an array": (jnp.array(1), 0)}, cu_seqlens={"tensor": jnp.array([0, 8])},
+    dropout_seed={"floats": jnp.array(0.5), "flags": jnp.array(True), "two": zeros(2, "int32"), "three": zeros(3, "int32"),
         "of jax": jnp.int32(-1), "key": jax.random.key(0), "of numpy": np.int64(-1), "of 8 bits": np.int8(-1),
         "array": np.array(-5), "flag of numpy": np.bool_(1),
     },
-}  # fmt: skip
-CALL: dict[str, Values] = {
-    **TENSORS,
-    **{n: {**x, **OPTION_ARRAYS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
-}
+)  # fmt: skip
 #: ``explain`` accepts shapes in place of arrays.
 EXPLAINED: dict[str, Values] = TENSORS | {
     name: {n: x for n, x in values.items() if n != "shape alone"}
     for name, values in TENSORS.items() if name != "segment_ids"
 }  # fmt: skip
-inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 mesh = mesh_of(cp=2, dp=2)
 cp = ContextParallel(mesh, "cp")
 AXIS: Values = {n: x for n, x in NAME.items() if n != "none"}
@@ -334,20 +293,9 @@ SHARD: Values = {
 }  # fmt: skip
 
 
-def entered(every: Any) -> None:
-    """Enter the context, which checks its arguments only then."""
-    with ring_jax.check(every):
-        pass
-
-
 #: Wrong values of arguments by their names.
-BY_NAME: dict[str, Values] = CALL | {
-    "layout": OPTIONS["layout"], "to": OPTIONS["layout"], "dim": wrong.DIM, "pad": wrong.FLAG,
-    "fill": wrong.FILL, "n": wrong.STEPS, "left": wrong.ROWS, "right": wrong.ROWS, "x": SHARD, "y": SHARD, "axis_name": AXIS,
-}  # fmt: skip
-LENGTH: Values = {**SIZE, "none": None}
-HALF, ALONE = {"x": zeros(Q, jnp.float16), "n": 1}, {"axis_name": None}
-row = partial(subject, BY_NAME)
+row = partial(wrong.subject, CALL | wrong.MOVED | {"x": SHARD, "y": SHARD, "axis_name": AXIS})
+HALF = {"x": zeros(Q, jnp.float16), "n": 1}
 
 
 def traced(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,9 +307,7 @@ moved = partial(row, cu_seqlens=OPTIONS["cu_seqlens"])
 
 SUBJECTS: dict[str, Subject] = {
     "ring_jax.ring_attention": row(ring_attention, inputs | ALONE),
-    "ring_jax.check": row(
-        entered, {"every": 1}, every={n: x for n, x in LENGTH.items() if n != "zero"}
-    ),
+    "ring_jax.check": row(wrong.entered(ring_jax.check), {"every": 1}, every=wrong.ROWS),
     "ring_jax.ContextParallel": row(
         ContextParallel, {"mesh": mesh, "axis_name": "cp"},
         mesh={"none": None, "word": "cp", "number": 4, "devices": jax.devices(), "class": type(mesh)},
@@ -372,9 +318,9 @@ SUBJECTS: dict[str, Subject] = {
     "ring_jax.ContextParallel.explain": row(cp.explain, inputs, **EXPLAINED),
     "ring_jax.ContextParallel.check_agreement": Subject(cp.check_agreement, inputs, CALL),
     "ring_jax.ContextParallel.layout_of": row(
-        cp.layout_of, {"seq_len": 8}, seq_len={**LENGTH, "indivisible": 7}
+        cp.layout_of, {"seq_len": 8}, seq_len={**COUNT, "indivisible": 7}
     ),
-    "ring_jax.ContextParallel.positions": row(cp.positions, {"seq_len": 8}, seq_len=LENGTH),
+    "ring_jax.ContextParallel.positions": row(cp.positions, {"seq_len": 8}, seq_len=COUNT),
     "ring_jax.ContextParallel.shard": row(
         traced(cp.shard), {"x": zeros(Q)}, fill={**wrong.FILL, "without pad": 1.0}
     ),

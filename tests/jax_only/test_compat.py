@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jax_meshes import check_passes, close, context, in_ring, random
 from refused import refused
 
-from ring_core import KernelConfig, UnsupportedError, reference
+from ring_core import KernelConfig, Mask, UnsupportedError, reference
 from ring_jax import compat
 from ring_jax.compat import OperationMetadata, RingAttn, flash_attention, ring_attention
 
@@ -261,17 +261,6 @@ def _ids(offsets: Any, batch: int, length: int) -> Any:
     return np.where(tokens < offsets[-1], np.searchsorted(offsets, tokens, "right") - 1, -1)[None]
 
 
-def _shown(rule: dict[str, Any], ids: tuple[Any, Any]) -> Any:
-    """Return the keys that a query sees; both are counted from the start of their rows."""
-    rows, columns = np.arange(ids[0].shape[1])[:, None], np.arange(ids[1].shape[1])
-    left, right = rule.get("window", (10**6, 10**6))
-    shown = (columns >= rows - left) & (columns <= rows + right)
-    if rule.get("causal"):
-        shown &= columns <= rows
-    same = (ids[0][:, :, None] == ids[1][:, None, :]) & (ids[0] >= 0)[:, :, None]
-    return (shown & same)[:, None]
-
-
 @pytest.mark.nightly(
     unless=["causal-packed-keys longer", "window-rows-equal", "none-packed-queries longer"]
 )
@@ -290,27 +279,29 @@ def test_padded_to_different_lengths(
         flash_attention, cum_seqlens_q=offsets, cum_seqlens_k=offsets, causal=mask.get("causal", False),
         sliding_window=mask.get("window"), dropout_prob=0.25, dropout_seed=11,
     )  # fmt: skip
-    shown = _shown(mask, (_ids(offsets, batch, queries), _ids(offsets, batch, keys)))
-    hidden, dropped = np.where(shown, bias, -np.inf), {"dropout_p": 0.25, "dropout_seed": 11}
+    # Queries and keys are counted from the start of their rows.
+    ids_q, ids_k = _ids(offsets, batch, queries)[:, :, None], _ids(offsets, batch, keys)[:, None]
+    shown = (ids_q == ids_k) & (ids_q >= 0) & Mask(**mask).dense(*map(np.arange, lengths))
+    hidden = np.where(shown[:, None], bias, -np.inf)
+    dropped = {"dropout_p": 0.25, "dropout_seed": 11}
     check_passes(call, qkv, dout, {"bias": bias}, bias=hidden, **dropped)
 
 
 HIGHEST = (lax.Precision.HIGHEST, "highest", "float32", (lax.Precision.HIGHEST, "highest"))
-ONES = jnp.ones((1, 4, 2, 8))
+OTHERS = (lax.Precision.HIGH, "bfloat16", "tensorfloat32")
 
 
-@pytest.mark.parametrize("precision", HIGHEST, ids=str)
-def test_the_highest_precision(precision: Any) -> None:
-    np.testing.assert_array_equal(flash_attention(ONES, ONES, ONES, precision=precision), ONES)
-    narrow = ONES.astype(jnp.bfloat16)
-    with pytest.raises(UnsupportedError, match=r"precision: .* cast the inputs to bfloat16"):
-        flash_attention(narrow, narrow, narrow, precision=precision)
-
-
-@pytest.mark.parametrize("precision", [lax.Precision.HIGH, "bfloat16", "tensorfloat32"], ids=str)
-def test_other_precisions(precision: Any) -> None:
-    with pytest.raises(UnsupportedError, match="products of float32 have the highest precision"):
-        flash_attention(ONES, ONES, ONES, precision=precision)
+@pytest.mark.parametrize("precision", [*HIGHEST, *OTHERS], ids=str)
+def test_products_of_float32_have_the_highest_precision(precision: Any) -> None:
+    ones, said = jnp.ones((1, 4, 2, 8)), "cast the inputs to bfloat16"
+    if precision in HIGHEST:
+        out = flash_attention(ones, ones, ones, precision=precision)
+        np.testing.assert_array_equal(out, ones)
+        ones = ones.astype(jnp.bfloat16)
+    else:
+        said = "products of float32 have the highest precision"
+    call: Any = partial(flash_attention, precision=precision)
+    refused(f"precision: .*{said}", call, ones, ones, ones, error=UnsupportedError)
 
 
 SINKED: dict[str, Callable[..., Any]] = {

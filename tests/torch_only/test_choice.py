@@ -248,10 +248,8 @@ def test_an_equal_value_of_another_type_is_another_call() -> None:
         refused(message, call, x, x, x, **{name: bad})
 
 
-STRIPES = Mask(predicate=lambda q, k: (q >= k) & (k % 2 == 0))
 WINDOW = Mask(causal=True, window=(3, 0))
 WIDE = replace(BFLOAT16, head_dim=256, v_head_dim=256)
-OPTIONAL = ("softcap", "alibi", "bias", "dropout", "segment_ids")
 #: Calls like the stored rows of options on an H200: request, mask, and what ``auto`` takes with
 #: flash-attn-4, and of those that torch and Triton bring.
 CHOSEN: dict[str, tuple[Request, Mask, str, str]] = {
@@ -261,11 +259,11 @@ CHOSEN: dict[str, tuple[Request, Mask, str, str]] = {
     "window": (BFLOAT16, WINDOW, "fa4", "triton"),
     "wide window": (WIDE, WINDOW, "fa4", "sdpa"),
     "documents": (BFLOAT16, Mask(causal=True, cu_seqlens=(0, 7, 16)), "fa4", "triton"),
-    "predicate": (BFLOAT16, STRIPES, "fa4", "triton"),
+    "predicate": (BFLOAT16, Mask(predicate=lambda q, k: (q >= k) & (k % 2 == 0)), "fa4", "triton"),
     **{
         name: (replace(BFLOAT16, **dict[str, Any]({name: True})), CAUSAL,
             "triton" if name in ("bias", "dropout") else "fa4", "triton")
-        for name in OPTIONAL
+        for name in ("softcap", "alibi", "bias", "dropout", "segment_ids")
     },
 }  # fmt: skip
 

@@ -131,17 +131,13 @@ MASKS: dict[str, tuple[Mod, str]] = {
 }  # fmt: skip
 
 
-def dense(mod: Mod) -> Tensor:
-    """Return a mask of positions as booleans, by broadcasting."""
-    zero, at = torch.zeros((), dtype=torch.long), torch.arange(T)
-    return mod(zero, zero, at[:, None], at[None, :]).expand(T, T)
-
-
 def recognised(mod: Mod) -> Mask:
     """Return the mask of a rule, and check that it shows what broadcasting does."""
     trace = Trace.of(mod, CPU)
     mask = mask_of([(trace, trace.root)], T, BATCH, HEADS)
-    np.testing.assert_array_equal(mask.dense(np.arange(T), np.arange(T)), dense(mod).numpy())
+    zero, at = torch.zeros((), dtype=torch.long), torch.arange(T)
+    shown = mod(zero, zero, at[:, None], at).expand(T, T)
+    np.testing.assert_array_equal(mask.dense(at.numpy(), at.numpy()), shown.numpy())
     return mask
 
 

@@ -297,11 +297,6 @@ def _all(*changes: Callable[[Step], object]) -> Callable[[Step], object]:
     return lambda step: [change(step) for change in changes]
 
 
-def _read_gradients(step: Step) -> None:
-    """Look at other gradients of the parameters."""
-    torch.autograd.grad(step.loss(), list(step.model.parameters()))
-
-
 def _copy(step: Step) -> None:
     """Go on with a deep copy of the model, and of its gradients, which torch leaves out."""
     model = copy.deepcopy(step.model)
@@ -320,7 +315,10 @@ STILL_SUMS: dict[str, Callable[[Step], Any]] = {
     "summed over replicas": lambda step: dist.all_reduce(step.grads[0], group=step.cp.group),  # type: ignore[arg-type]  # there
     "over another group": Step.new_group,
     "in another dtype": lambda step: step.model.double().float(),
-    "beside others": _all(partial(_replace_by, made="scaled"), _read_gradients),
+    "beside others": _all(
+        partial(_replace_by, made="scaled"),
+        lambda step: torch.autograd.grad(step.loss(), list(step.model.parameters())),
+    ),
     "copied": _all(_copy, _copy),
     **{f"made {made}": partial(_replace_by, made=made) for made in MADE_OF},
 }
@@ -818,6 +816,9 @@ def test_what_cannot_be_summed_is_refused(rank: int) -> None:
     alone = init_device_mesh("cpu", (3, 1), mesh_dim_names=("cp", "dp"))["dp"]
     for other in (DistributedDataParallel(Two()), fully_shard(Two(), mesh=alone)):
         refused("behind the hooks of parameters", each, other)
+    handle = ContextParallel(alone).reduce_each_gradient(single := Two())  # it has nothing to sum
+    assert not any(weight._post_accumulate_grad_hooks for weight in single.parameters())
+    handle.remove()
     refused("sends no tensors of device 'meta'", each, nn.Linear(4, 4, device="meta"))
     sparse = nn.Embedding(4, 4, sparse=True)
     each(sparse)
@@ -831,13 +832,6 @@ def test_what_cannot_be_summed_is_refused(rank: int) -> None:
     group: Any = dist.new_group(timeout=timedelta(seconds=4))
     each = ContextParallel(group).reduce_each_gradient
     refused("weight", each, nn.Linear(4, 4 + rank), error=RankMismatchError)
-
-
-def test_one_rank_has_nothing_to_sum() -> None:
-    model = Two()
-    handle = ContextParallel().reduce_each_gradient(model)
-    assert not any(weight._post_accumulate_grad_hooks for weight in model.parameters())
-    handle.remove()
 
 
 @on_two_ranks

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import is_exact, numbers
-from on_ranks import on_ranks
+from on_ranks import on_ranks, on_three_ranks
 from refused import refused
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
@@ -107,7 +107,6 @@ def test_processes_that_are_not_joined_are_warned_once(
 
 T = 24
 TIMEOUT = timedelta(seconds=20)
-OTHER = r"another process group|group was destroyed|graph was compiled for"
 
 
 def _init(folder: str, name: str, rank: int, size: int) -> None:
@@ -127,7 +126,9 @@ def _qkv() -> list[Tensor]:
     return [numbers(seed, 1, T, 2, 8) for seed in range(3)]
 
 
-_refused = partial(refused, OTHER, error=(ValueError, RuntimeError))
+_refused = partial(
+    refused, "another process group|group was destroyed|graph was compiled for", error=(ValueError, RuntimeError)
+)  # fmt: skip
 
 
 def _before(rank: int, folder: str) -> None:
@@ -288,15 +289,10 @@ def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
         pool.run(_call_again, size, store.port)
 
 
-def _is_told(rank: int) -> None:
-    """Expect an error after a stray message has arrived before the nonce."""
-    ring, x = ranks_of(None), torch.ones(1, 4, 2, 8)
+@on_three_ranks
+def test_a_stray_message_is_no_nonce(rank: int) -> None:
+    group, x = cast("Any", dist.new_group(timeout=timedelta(seconds=2))), torch.ones(1, 4, 2, 8)
     if rank == 0:
-        ring.start([(torch.zeros(2048, dtype=torch.uint8), 1)], []).wait()
+        ranks_of(group).start([(torch.zeros(2048, dtype=torch.uint8), 1)], []).wait()
     else:
-        refused("is no header", ring_attention, x, x, x, error=RankMismatchError)
-
-
-def test_a_stray_message_is_no_nonce() -> None:
-    with LocalRanks(3, timeout=2) as pool:
-        pool.run(_is_told)
+        refused("is no header", ring_attention, x, x, x, group=group, error=RankMismatchError)

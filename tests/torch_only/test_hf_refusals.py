@@ -266,18 +266,10 @@ def switched(name: str, **changes: Any) -> Callable[[], object]:
 
 
 ROW = torch.full((1, 8), 5)
-HOLE = padded(23, [9, 10, 11, 12])
 T5, NEXT = "T5ForConditionalGeneration", "Qwen3NextForCausalLM"
-SPLIT: dict[str, Any] = {"recurrent": "split"}
 GPT_NEO = ("GPTNeoForCausalLM", "transformer.h.0.attn.attention", "attn_dropout")
 ALIBI = ("BloomForCausalLM", "transformer.h.0.self_attention", "inv_norm_factor")
 
-MISUSES: list[Any] = [
-    lambda x: x[:, 1:],
-    lambda x: pad(x, (0, 1)),
-    lambda x: x.view(-1),
-    torch.ravel,
-]
 #: What is refused: the call, the error's words, and its class if it is no UnsupportedError.
 CALLS: dict[str, Any] = {
     **{f"{n} {message}": (partial(shard, batch), message, *error) for n, (batch, message, *error) in enumerate(BATCHES)},
@@ -286,7 +278,7 @@ CALLS: dict[str, Any] = {
     "encoder's outputs": (call(T5, {"labels": ROW, "encoder_outputs": (ROW,)}), "encoder_outputs"),
     "a mask is needed": (call("T5GemmaForConditionalGeneration", {"labels": ROW - 105}), "give attention_mask", ValueError),
     "positions of ALiBi": (call("BloomForCausalLM", {"position_ids": ROW.cumsum(1)}), "takes none"),
-    "holes of ALiBi": (call("BloomForCausalLM", HOLE), r"padding between tokens: .*ALiBi"),
+    "holes of ALiBi": (call("BloomForCausalLM", padded(23, [9, 10, 11, 12])), r"padding between tokens: .*ALiBi"),
     "sound": (call("LlavaForConditionalGeneration", {"sound": ROW}), "takes no sound"),
     "packed and whole": (call(NEXT, whole("packed"), recurrent="whole"), r"packed documents: .*\(recurrent='whole'\)"),
     "kept logits beside labels": (call("Llama", {"labels": ROW, "logits_to_keep": 5}, logits="gather"), "logits_to_keep beside labels"),
@@ -295,7 +287,7 @@ CALLS: dict[str, Any] = {
     "a first state": (lambda: scan(initial_state=torch.zeros(1)), "state of a cache"),
     "a last state": (lambda: scan(output_final_state=True), "state of a cache"),
     # What is asked of parallelized models.
-    "scan striped": (lambda: parallel(NEXT, **SPLIT, layout="striped"), "recurrent='split': striped layout"),
+    "scan striped": (lambda: parallel(NEXT, recurrent="split", layout="striped"), "recurrent='split': striped layout"),
     "unknown recurrent": (lambda: parallel(NEXT, recurrent="halves"), "unknown recurrent 'halves'", ValueError),
     "verify packed": (verified(whole("packed"), NEXT), "start again.*give one document", ValueError),
     "verify numbers": (verified({"input_ids": ROW, "attention_mask": ROW}), "numbers documents", ValueError),
@@ -320,7 +312,7 @@ CALLS: dict[str, Any] = {
     "routers": (switched("MixtralForCausalLM", output_router_logits=True), "output_router_logits"),
     # What needs hooks, and what is no model.
     "by hand": (lambda: shard(GIVEN, on_meta("BloomForCausalLM")), r"hf\.parallelize"),
-    **{f"shifted labels {n}": (lambda x=x: x(shard(whole("right"), layout=EVEN)["labels"]), "shift_labels") for n, x in enumerate(MISUSES)},
+    **{f"shifted labels {n}": (lambda x=x: x(shard(whole("right"), layout=EVEN)["labels"]), "shift_labels") for n, x in enumerate((lambda x: x[:, 1:], lambda x: pad(x, (0, 1)), lambda x: x.view(-1), torch.ravel))},
     "no module": (lambda: hf.check_model("llama"), r"must be a torch\.nn\.Module", ValueError),  # type: ignore[arg-type]  # wrong on purpose
     "no model": (lambda: hf.shard_batch(ContextParallel(), GIVEN), "model", TypeError),  # type: ignore[call-arg]  # wrong on purpose
 }  # fmt: skip

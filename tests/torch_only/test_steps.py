@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
-from weakref import ref
 
 import numpy.typing as npt
 import pytest
@@ -28,14 +27,14 @@ from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_torch import ContextParallel, prepare
 from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.call import Call, Traffic
-from ring_torch.comm.ranks import DONE, PeerError, Ranks
+from ring_torch.comm.ranks import PeerError, Ranks
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRankError
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
 from ring_torch.strategies import describe_strategy, gather as gather_strategy
-from ring_torch.strategies.balanced import Balanced, OffloadPiece, offload_pieces_of, remote_queries
+from ring_torch.strategies.balanced import Balanced, offload_pieces_of
 from ring_torch.strategies.gather import GATHER
 from ring_torch.strategies.ulysses import Ulysses
 from ring_torch.transports import SYMM_MEM, peer_copies, symm_buffer
@@ -48,31 +47,6 @@ MASKS = {
     "window": Mask(causal=True, window=(200, 0)),
     "documents": Mask(causal=True, cu_seqlens=(0, 100, 500, T)),
 }
-RINGS: list[tuple[Any, str]] = [
-    ("ring", "zigzag"), ("ring", "contiguous"), ("ring", "striped"), ("balanced", "contiguous"),
-]  # fmt: skip
-
-
-def test_rows_of_a_peer_are_freed_before_the_next_step() -> None:
-    arrived: list[ref[torch.Tensor]] = []
-
-    def compute(_: object, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        arrived.extend(map(ref, tensors))
-        return tensors
-
-    def rows(tokens: slice) -> list[torch.Tensor]:
-        return [torch.zeros(4)[tokens]]
-
-    ranks: Any = SimpleNamespace(start=lambda *_: DONE)
-    item: Any = SimpleNamespace(q_slice=slice(2), q_rank=1, out_rank=1)
-    steps = [(OffloadPiece(1, (slice(2),), (item,)),), ()]
-    parts = remote_queries(
-        ranks, steps, take=rows, compute=compute, results_like=rows, add=lambda *_: None
-    )  # fmt: skip
-    next(parts)
-    next(parts)
-    assert [x() for x in arrived] == [None]
-    assert list(parts) == [None]  # a part for the step without pieces, then the end
 
 
 def _offloaded_rows(program: Any, rank: int) -> int:
@@ -83,7 +57,10 @@ def _offloaded_rows(program: Any, rank: int) -> int:
 
 EVEN, PADDED = (8, 4), (9, 3)
 hybrid = partial(StrategyConfig, "hybrid")
-SPLIT: list[tuple[Any, str, tuple[int, int]]] = [
+#: Strategies, layouts and heads.
+WAYS: list[tuple[Any, str, tuple[int, int]]] = [
+    *(("ring", layout, EVEN) for layout in ("zigzag", "contiguous", "striped")),
+    ("balanced", "contiguous", EVEN), ("gather", "zigzag", EVEN),
     ("ulysses", "striped", EVEN), ("ulysses", "zigzag", PADDED),
     (hybrid(ulysses_size=2, outer="ring"), "zigzag", EVEN),
     (hybrid(ulysses_size=2, outer="gather"), "contiguous", PADDED),
@@ -104,10 +81,7 @@ def calls_of(
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(
-    ("strategy", "layout", "heads"),
-    [*((*ring, EVEN) for ring in RINGS), ("gather", "zigzag", EVEN), *SPLIT],
-)
+@pytest.mark.parametrize(("strategy", "layout", "heads"), WAYS)
 def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
     strategy: Any, layout: Any, heads: tuple[int, int], mask: str, backward: bool
 ) -> None:

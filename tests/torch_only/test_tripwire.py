@@ -378,7 +378,6 @@ def test_both_passes_are_of_one_number(rank: int, way: str) -> None:
 
 
 T, RANKS = 40, 2
-Move = Callable[[Tensor], Tensor]
 
 
 #: Movements of a rank's slice; the second argument is context parallelism of rank 1 alone.
@@ -390,7 +389,7 @@ MOVES: dict[str, Callable[[ContextParallel, ContextParallel, Tensor], Tensor]] =
 }
 
 
-def moves(name: str) -> Move:
+def moves(name: str) -> Callable[[Tensor], Tensor]:
     """Return a movement with its ``ContextParallel`` objects."""
     cp, one_rank = ContextParallel(), ContextParallel(DeviceMesh("cpu", [1]))
     return lambda x: MOVES[name](cp, one_rank, x)

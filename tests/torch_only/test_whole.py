@@ -27,11 +27,6 @@ from ring_torch import ContextParallel
 from ring_torch.comm.ranks import Ranks
 
 T, D, V = 24, 8, 11
-LAYOUTS: tuple[LayoutSpec, ...] = (
-    "zigzag", "contiguous", "striped", balanced_layout(Mask(causal=True), seq_len=768, cp_size=2)
-)  # fmt: skip
-
-
 TOKENS = torch.arange(2 * T).reshape(2, T) * 7 % V
 
 
@@ -132,7 +127,8 @@ def check(
 
 @on_ranks
 def test_every_method_acts_on_whole_sequences() -> None:
-    for layout in LAYOUTS:
+    chunks = balanced_layout(Mask(causal=True), seq_len=768, cp_size=2)
+    for layout in ("zigzag", "contiguous", "striped", chunks):
         cp, model = layers(layout)
         want = expected(model.halos)
         with silent(), cp.whole():
@@ -193,12 +189,10 @@ def test_a_backward_follows_its_forward(again: str) -> None:
         check(part, model, want, is_part=True)
 
 
-#: What torch wraps around models.
-WRAPPED = ("compiled", "compiled checkpoint", "compiled autograd", "autocast", "fsdp", "ddp")
-
-
 @pytest.mark.nightly(unless=["zigzag-autocast", "zigzag-fsdp", "zigzag-ddp"])
-@pytest.mark.parametrize("way", WRAPPED)
+@pytest.mark.parametrize(
+    "way", ["compiled", "compiled checkpoint", "compiled autograd", "autocast", "fsdp", "ddp"]
+)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @on_ranks
 def test_in_what_torch_wraps_around_models(way: str, layout: LayoutSpec) -> None:
@@ -388,8 +382,7 @@ def test_plain_models_are_verified() -> None:
     assert all(x.grad is None for x in model.parameters())
     model.embed.register_forward_hook(lambda _module, _args, x: x + cp.positions(T)[0])
     words = r"(?s)whose output differs is embed \(Embedding\).*counts positions itself \(arange\)"
-    with pytest.raises(WrongResultError, match=words):
-        cp.verify(model, batch, dims={"tokens": 1})
+    refused(words, cp.verify, model, batch, dims={"tokens": 1}, error=WrongResultError)
 
 
 @on_ranks
@@ -413,8 +406,8 @@ def test_relayout_to_ranks_that_do_not_act_alone_is_refused(rank: int) -> None:
     x = numbers(1, T, 3)
     with alone.whole():
         assert cp.cp_size == 2
-        with pytest.raises(UnsupportedError, match="relayout between ranks that act alone"):
-            cp.relayout(x, to=alone)
+        said = "relayout between ranks that act alone"
+        refused(said, cp.relayout, x, to=alone, error=UnsupportedError)
     with cp.whole():
         assert cp.relayout(x, to=alone) is x
         inside = ContextParallel(cp.group, "striped")
