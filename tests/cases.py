@@ -402,8 +402,8 @@ def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
 
 
 RING_SIZES = {1: 46, 2: 52, 3: 54, 4: 48, 8: 64}  # and the tokens of their mask cases
-#: Masks that run per change in all rings, and alone on eight ranks. Others do in one ring in turn,
-#: but on three ranks in all.
+#: Masks that run per change in all rings. Others do in one ring in turn, but on three ranks in all
+#: and on eight in none.
 OFTEN = ("causal", "window-shard", "documents")
 #: Cases that JAX runs per change; few, as compiling one takes seconds. Of options those in
 #: `everything`, and of masks those in other cases, are not among them.
@@ -430,14 +430,12 @@ def _mask_cases() -> Iterator[Case]:
         enumerate(RING_SIZES.items()), enumerate(RINGS.items())
     ):
         for n, (name, mask) in enumerate(masks(seq_len, cp_size).items(), turn):
-            often = name in OFTEN
-            if turn if cp_size == 1 else cp_size == 8 and not often:
-                continue  # on one rank all rings are equal; eight have the steps of four, and more
+            often, first = name in OFTEN, ring == "contiguous"  # on one rank all rings are equal
             in_turn, on_gpus = often or n % 4 == 1, often and ring == "zigzag"
             per_change: dict[Run, tuple[bool, ...]] = {  # by the sizes of rings
-                "torch": (True, in_turn, True, in_turn, True),
-                "again": (False, in_turn, in_turn, often, True),
-                "jax-cuda": (True, on_gpus, in_turn, on_gpus, on_gpus),
+                "torch": (first, in_turn, True, in_turn, often),
+                "again": (False, in_turn, in_turn, often, often),
+                "jax-cuda": (first, on_gpus, in_turn, on_gpus, on_gpus),
             }
             nightly = frozenset(run for run, on in per_change.items() if not on[size])
             yield Case(
@@ -556,8 +554,9 @@ def _padding_cases() -> Iterator[Case]:
                 "chunks": Mask(causal=True, chunk_size=3),
             }
             name, mask = [*masks.items()][(length + cp) % len(masks)]
-            first = length % 2 or strategy == "balanced"  # which no other strategy runs
-            nightly: frozenset[Run] = IN_TORCH | frozenset({"again"} if first else {"torch"})
+            # Even lengths run under another strategy, but those of `balanced`, which has no other.
+            as_it_is = length % 2 or strategy == "balanced"
+            nightly: frozenset[Run] = IN_TORCH | frozenset({"again"} if as_it_is else {"torch"})
             yield Case(
                 f"padded{length}-{name}-{ring}-cp{cp}", mask, layout, cp, length,
                 strategy=strategy, lse_grad=True, nightly=nightly,

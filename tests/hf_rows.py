@@ -85,7 +85,7 @@ class Row:
         options: Options of ``hf.parallelize``.
         changes: Changes of the model's config.
         unlike: Changes of a config with another loss, so what ``changes`` has beside has an effect.
-        form: ``checkpointed`` or ``reentrant`` or ``compiled`` (in float32), ``ddp`` or ``fsdp``.
+        form: ``checkpointed``, ``reentrant`` or ``compiled`` (in float32), ``ddp`` or ``fsdp``.
         trains: True in training mode, where layers call fused functions first.
         prepare: What changes a built model, and returns it.
         ranks: Number of processes.
@@ -479,7 +479,8 @@ def compared(rank: int, x: Row) -> None:
             loss, logits, _ = result(model, case.split, case, call)
             check((loss, logits, reduced(model, cp, x)), like, case, what, local)
             assert not logits or x.options.get("logits") != "none"
-        if x.options.get("logits") == "none" and x.form != "compiled":
+        # Verification refuses several documents of layers that carry states over them when whole.
+        if x.options.get("logits") == "none" and x.options.get("recurrent") != "split":
             with widened(model):
                 handle.verify(cases[-1].split[0])
         handle.remove()
