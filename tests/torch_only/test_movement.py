@@ -288,7 +288,7 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
 def test_unlike_movements_are_named_on_all_ranks(rank: int, name: str) -> None:
     call, other, message = UNLIKE[name]
     # Ranks that have agreed before wait for one that fails until the timeout.
-    group: Any = dist.new_group(timeout=timedelta(seconds=2 if call is AGREED else 20))
+    group: Any = dist.new_group(timeout=timedelta(seconds=5 if call is AGREED else 20))
     cp, x = ContextParallel(group), torch.ones(1, 4, 4)
     refused(message, other if rank == 1 else call, cp, x, error=RankMismatchError)
     if call is not AGREED:  # nothing was sent: the group is usable
